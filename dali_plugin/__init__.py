@@ -1,4 +1,4 @@
-"""NVIDIA DALI pipelines over caches: tensors become nodes, and outputs become nested batches again.
+"""NVIDIA DALI pipelines over caches. Tensors become nodes of a pipeline, and its outputs become nested batches.
 
 `TensorCacheSource` is a source for `fn.external_source`. `fn.tensorcache` adds a cache to a pipeline in one line.
 `TensorCacheIterator` returns batches in the structure that was written. Only `fn` and the iterator need DALI itself.

@@ -1,4 +1,4 @@
-"""Functions that add the tensors of a cache to a pipeline, as nodes. Call them in a function under `@pipeline_def`."""
+"""Functions that add the tensors of a cache to a pipeline, as nodes. Call them in a function decorated with `@pipeline_def`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def tensorcache(
 
     Args:
         cache: A `TensorCacheSource`, a cache, its shards, or a stream (a `wds.DataPipeline` that ends in `tc.decode()`, see
-            `TensorCacheStream`). If it is not a source, a source is made with the pipeline's batch size. Several pipelines may
-            take the same source: each reads with its own copy, `pipeline.tensorcache_source`. Use this copy for `nest`,
-            because the source that you passed has no batches.
+            `TensorCacheStream`). Anything but a source is wrapped in a source with the pipeline's batch size. Several
+            pipelines may take the same source, because each pipeline reads with its own copy,
+            `pipeline.tensorcache_source`. Call `nest` of this copy: the source that you passed keeps no batches.
         tensors, members, options: As for `TensorCacheSource` or `TensorCacheStream`, if `cache` is not already a source.
         device: `"gpu"` copies the tensors to the pipeline's GPU, through page-locked memory; members and indices stay on
             the CPU.
@@ -49,14 +49,14 @@ def tensorcache(
 
     Returns:
         Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
-        width. Elements that do not have 1, 2, 4 or 8 bytes are uint8, with their bytes as an additional last dimension.
+        width. Elements of other widths than 1, 2, 4 or 8 bytes are uint8, with their bytes as an additional last dimension.
         `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
         `as_float=[…]` to compute with bfloat16. The iterator raises TypeError if an operator changed the integer dtype. It
         cannot detect a computation that keeps this dtype, as `fn.resize` does.
 
     Raises:
-        ValueError: The pipeline already reads a cache, or its batch size differs from that of the source. Or `parallel` is True
-            for a stream, which only one process can read.
+        ValueError: The pipeline already reads a cache, or its batch size differs from the source's batch size. Or `parallel`
+            is True for a stream, which only one process can read.
         TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
             bfloat16.
         KeyError: A name in `as_float` or `layouts` is not a tensor of the source.
@@ -128,7 +128,7 @@ def native_reader(
     Operators in the pipeline see only the bytes. To augment tensors, use `tensorcache`.
 
     Args:
-        paths: Whole shards on disks: a cache, or anything that `tc.open` accepts.
+        paths: Whole local shards: a cache, or anything that `tc.open` accepts.
         index_paths: DALI's indexes of the shards; by default, the `.idx` of each shard. For a shard whose index is missing or
             stale, an index is made for this pipeline in a temporary folder.
         tensors: Names of the tensors in the batches; all by default. DALI reads all tensors in any case.
@@ -142,8 +142,8 @@ def native_reader(
             `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:
-        Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. With `device="gpu"`, and if
-        some tensors are numpy arrays, the second node is the same bytes on the CPU.
+        Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. If `device` is `"gpu"` and
+        a tensor is a numpy array, the second node is the same bytes on the CPU.
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.

@@ -26,7 +26,7 @@ class TensorCacheIterator:
     returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
-    one.
+    epoch.
 
     Attributes:
         is_padding: Rows of the last batch that are padding, bool `[B]`; with several pipelines, a list of masks.
@@ -36,12 +36,12 @@ class TensorCacheIterator:
         source: Source of the only pipeline, if the pipeline does not use `dali_plugin.fn`.
         copy: Copy outputs on a GPU into torch's memory. Use this if batches are freed while a CUDA graph is captured: to free
             its own memory, DALI synchronizes the device, which aborts the process during a capture.
-        outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the source's. A new name
-            causes a warning if it is similar to the name of a tensor that is not among the outputs.
+        outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the names of the
+            source's outputs. A new name causes a warning if it is similar to the name of a missing tensor.
 
     Raises:
-        ValueError: `outputs` lacks `"number"` or repeats a name, there are no pipelines, or a pipeline occurs twice. Or one of
-            several pipelines reads a stream, or their numbers of batches differ.
+        ValueError: `outputs` lacks `"number"` or repeats a name, there are no pipelines, or a pipeline occurs twice. With
+            several pipelines, also if a pipeline reads a stream, or if their numbers of batches differ.
         ValueError (when a batch is requested): The number of names differs from the number of the pipeline's outputs.
         TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
             bfloat16.
@@ -86,7 +86,7 @@ class TensorCacheIterator:
         return self
 
     def reset(self) -> None:
-        """Begin the next epoch when this one is over."""
+        """Begin the next epoch when the current epoch is over."""
         if not self._has_stopped and self._source.num_surplus is None:
             self._build()
             try:
@@ -219,7 +219,7 @@ class _Pipe:
         self.pipeline.schedule_run()
 
     def outputs(self) -> Any:
-        """Return the next outputs. With the dynamic executor, they are ready on the caller's CUDA stream, if there is one.
+        """Return the next outputs. With the dynamic executor, the caller's CUDA stream waits for them.
 
         With any other executor, this call waits for the GPU.
         """
@@ -227,7 +227,7 @@ class _Pipe:
             return self.pipeline.outputs(self._stream() if self.pipeline.exec_dynamic else None)
 
     def nest(self, ran: Sequence[Any], iteration: int) -> tuple[Any, Any]:
-        """Return the batch made from the outputs `ran`, and the mask of its padding."""
+        """Return the nested batch of the outputs `ran`, and the mask of its padding."""
         if len(ran) != len(self._names):
             raise ValueError(
                 f"the pipeline has {len(ran)} outputs, but {len(self._names)} names: {', '.join(self._names)}; pass outputs="

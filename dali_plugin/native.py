@@ -1,6 +1,6 @@
 """Source that reads a cache with DALI's own reader of WebDataset shards, without Python.
 
-The reader returns the bytes of whole tensor members, and their origins. Tensors are views of these bytes.
+The reader returns the bytes of whole tensor members, and the origins of the members. Tensors are views of these bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_ITEMSIZE = 16  # complex128
 
 
 class NativeReader(BatchSource):
-    """The source that `fn.native_reader` creates; the docstring of that function describes the arguments."""
+    """The source that `fn.native_reader` creates. The docstring of `native_reader` describes the arguments."""
 
     num_batches: int
 
@@ -97,7 +97,7 @@ class NativeReader(BatchSource):
                 raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
 
     def _current_indexes(self) -> list[str]:
-        """Return the paths of DALI's indexes of the shards. Make missing and stale ones in a temporary folder."""
+        """Return the paths of DALI's indexes of the shards. Make missing and stale indexes in a temporary folder."""
         folder = tempfile.mkdtemp(prefix="tensorcache-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         paths = []
@@ -186,7 +186,7 @@ class NativeReader(BatchSource):
         return sorted_begins
 
     def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
-        """Return the tensors of samples by name: `[B, …]` if their shapes are equal, else a list of B.
+        """Return the tensors of samples by name: `[B, …]` if their shapes are equal, otherwise a list of B tensors.
 
         Args:
             request: Request for the samples.
@@ -227,7 +227,7 @@ def _split_origin(origin: bytes) -> list[Sequence[bytes]]:
 
 
 def _cut(members: torch.Tensor, reference: Any) -> Any:
-    """Return one tensor of each of `members` as a batch `[B, …]`."""
+    """Return one tensor from each member as a batch `[B, …]`."""
     count = len(members)
     part = members[:, reference.begin : reference.end]
     if reference.kind == "ndarray":

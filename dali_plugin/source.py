@@ -26,7 +26,7 @@ NUMBER = "number"  # the name of the output with the sample indices of a batch
 class BatchSource:
     """Base of all sources of batches for a pipeline.
 
-    A source keeps its last batches, because DALI reads them later. It also keeps their requests, to make nested batches.
+    A source keeps its last batches, because DALI reads them later, and the requests of these batches, for `nest`.
     """
 
     tensors: list[str]
@@ -114,14 +114,14 @@ class BatchSource:
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
     def note_handed_over(self, stream: Any) -> None:
-        """Record that the pipeline has passed its next batch to the iterator, for use on `stream` (None without CUDA)."""
+        """Record that the pipeline has passed its next batch to the iterator, for the CUDA stream `stream` or None."""
 
     def is_padding(self, iteration: int, count: int) -> Array:
         """Return the mask of padding among the `count` rows of a batch, bool `[count]`; the same in every epoch."""
         return np.zeros(count, np.bool_)
 
     def nest(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return a batch in the structure that was written, and all outputs that are not its tensors.
+        """Return a batch in the structure that was written, and a dict of all outputs that are not its tensors.
 
         Args:
             outputs: Outputs of a pipeline, or of operators, for a batch of this source, by name, including `"number"`. Each
@@ -147,14 +147,14 @@ class BatchSource:
 class TensorCacheSource(BatchSource):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
-    A call with a `BatchInfo` returns one batch. It has the parts that `outputs` names, in order. A tensor is `[B, …]`, or a
-    list of B if shapes differ. A member is a list of B uint8 arrays. The sample indices are int64 `[B]`.
+    A call with a `BatchInfo` returns one batch: a tuple of the parts that `outputs` names, in order. A tensor is `[B, …]`, or
+    a list of B tensors if shapes differ. A member is a list of B uint8 arrays. The sample indices are int64 `[B]`.
 
     A batch depends only on the epoch and the iteration. So pipelines resume exactly from DALI's checkpoints, and any number of
     processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
 
     Args:
-        cache: A cache, or anything that `tc.open` takes.
+        cache: A cache, or anything that `tc.open` accepts.
         tensors: Names of tensors as in `cache.schema`, or patterns (`"text.*"`); all by default.
         members: Suffixes of other members, for example `["jpg"]`; their bytes arrive unchanged.
         batch_size: Number of samples in a batch.
@@ -162,20 +162,20 @@ class TensorCacheSource(BatchSource):
         rank, world_size: Rank of this process, and number of ranks. All ranks have the same number of batches.
         last_batch: As for `tc.StepSampler`: `"short"`, `"pad"`, `"wrap"` or `"drop"`. `TensorCacheIterator.is_padding`
             marks padding.
-        choose: Alternatives as for `tc.Loader`; the same ones are chosen. `tensors` then contains the names of the chosen
-            tensors.
+        choose: Alternatives as for `tc.Loader`, which chooses the same tensors. `tensors` then contains the names of the
+            chosen tensors.
         pin_memory: Read into page-locked memory, from which DALI copies directly to a GPU; needs a GPU.
         keep: Number of batches to keep in memory after returning them, because DALI reads them later, without a copy.
-        num_threads: Number of batches to read at the same time; with 0, DALI's request reads the batch in the thread that
-            runs the pipeline.
+        num_threads: Number of batches to read at the same time, each in its own thread. With 0, the thread that runs the
+            pipeline reads each batch.
         prefetch_batches: Number of batches to read ahead, up to the end of the epoch.
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
         ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
         TypeError: A tensor's dtypes differ between samples.
-        BatchError: A name or pattern in `choose` matches no tensor; or a sample of a cache lacks one of the tensors or members.
-            If the cache is joined or a `SharedDataset`, or has `choose`, this is raised when a batch is requested.
+        BatchError: A name or pattern in `choose` matches no tensor, or a sample lacks one of the tensors or members. With
+            `choose`, a joined cache or a `SharedDataset`, this error is raised when a batch is requested.
 
     Memory: `keep + prefetch_batches + 1` batches.
     Pipelines: each call of `dali_plugin.fn.tensorcache` makes a copy of the source for its pipeline. If you call
@@ -226,7 +226,7 @@ class TensorCacheSource(BatchSource):
         self._begin()
 
     def _begin(self) -> None:
-        """Reset the state that belongs to one pipeline in one process."""
+        """Reset the state of this source for one pipeline in one process."""
         self._pool: ThreadPoolExecutor | None = None
         self._jobs: dict[tuple[int, int], Future[Any]] = {}  # the batches that are read ahead, by epoch and iteration
         self._pid = 0  # of the process that started the threads
@@ -245,7 +245,7 @@ class TensorCacheSource(BatchSource):
         return source
 
     def read_on_request(self) -> None:
-        """Read nothing ahead: each of DALI's worker processes reads only some of the batches."""
+        """Read no batches ahead, because each of DALI's worker processes reads only a fraction of the batches."""
         self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:
@@ -291,7 +291,7 @@ class TensorCacheSource(BatchSource):
         return self._keep(*self._read(self._narrow, epoch, iteration, None))
 
     def _read_next(self, epoch: int, iteration: int) -> Any:
-        """Return a batch, and let threads read the next ones of the epoch. A request for any other batch discards them."""
+        """Return a batch, and let threads read the next batches of the epoch. A request for another batch discards them."""
         if self._pid != os.getpid():
             # Hazard: a forked child must not use what its parent's threads may have locked.
             self._pool, self._jobs = ThreadPoolExecutor(self._num_threads, "tensorcache-dali"), {}
@@ -311,7 +311,7 @@ class TensorCacheSource(BatchSource):
             return self._read(cache, epoch, iteration, self.layouts)
 
     def _read(self, cache: Any, epoch: int, iteration: int, layouts: Mapping[str, str] | None) -> Any:
-        """Read a batch; return the arguments of `_keep`."""
+        """Read a batch; return the arguments for `_keep`."""
         step = self._step(epoch, iteration)
         numbers, request = step.indices, self._reader.request(step)
         batch = (*self._tensors_of(cache, request), *self._members_of(request), numbers)
@@ -370,7 +370,7 @@ class TensorCacheSource(BatchSource):
         ]
 
     def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
-        """Return a batch with DALI's own tensors: with `layouts` in place of all arrays, else of those in pinned memory."""
+        """Replace the arrays of a batch by DALI's own tensors: all arrays with `layouts`, otherwise arrays in pinned memory."""
         if layouts is None and not self._is_pinned:
             return batch
         for_dali = list(batch)

@@ -35,9 +35,9 @@ class TensorCacheStream(BatchSource):
     Raises:
         KeyError: The first sample has no such tensor or member.
         ValueError: The stream has no samples, cannot be iterated over again, or has no lazy tensors in `field`.
-        BatchError (when a batch is requested or nested): A sample lacks `field` or a tensor, or its dtypes differ from those of
-            the first sample. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor that the
-            first sample lacks.
+        BatchError (when a batch is requested or nested): A sample lacks `field` or a tensor, or its dtypes differ from the
+            first sample's. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor that
+            the first sample lacks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Convert tensors to the form that DALI takes, and outputs of pipelines to tensors."""
+"""Convert tensors to the form that DALI accepts, and outputs of pipelines to tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _CUDA = 2  # DLPack's type of a GPU
 
 
 def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
-    """Return the carriers of tensors; raise TypeError for tensors that DALI cannot represent."""
+    """Return the carrier of each tensor: the form in which it passes through DALI.
+
+    Raises:
+        TypeError: DALI cannot represent a tensor.
+    """
     for name, tensor in schema.items():
         if isinstance(tensor.dtype, tuple):
             dtypes = " and ".join(map(str, tensor.dtype))
@@ -29,7 +33,7 @@ def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
 
 
 def is_tensor(carrier: Carrier) -> bool:
-    """Return whether a carrier carries tensors of torch, not arrays of numpy."""
+    """Return whether a carrier is for tensors of torch, not for arrays of numpy."""
     return isinstance(carrier.true, torch.dtype)
 
 
@@ -78,8 +82,8 @@ def _restore(name: str, value: Any, carrier: Carrier) -> Any:
 def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
     """Return an array, or a tuple of arrays, as DALI's own tensors. DALI feeds them to a pipeline as they are.
 
-    Hazard: from arrays, DALI would make these objects itself, in the thread that runs the pipeline. If a node has a layout, it
-    makes new objects even from its own. These are not marked as page-locked, so they are copied once more.
+    Hazard: DALI would convert arrays itself, in the thread that runs the pipeline. If a node has a layout, DALI converts even
+    its own tensors again. The new tensors are not marked as page-locked, so they are copied once more.
     """
     from nvidia.dali.tensors import TensorCPU, TensorListCPU
 

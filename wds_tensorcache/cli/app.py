@@ -1,4 +1,4 @@
-"""The commands by name, each in a module that is imported when it runs, and the exit status of every error."""
+"""The commands by name, and the exit status of every error. The module of a command is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def app() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit status.
 
-    0 means success, 1 bad data, 2 wrong usage, 130 an interruption, and 141 that the reader of stdout has ended.
+    The status is 0 for success, 1 for bad data, 2 for wrong usage, 130 for an interruption, and 141 if the reader of stdout
+    has ended.
     """
     if sys.stdout is None or sys.stderr is None:  # closed by the shell, as in `2>&-`
         null = open(os.devnull, "w")  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""`tensorcache bench`: how fast this machine reads a cache, next to upper limits of this machine."""
+"""`tensorcache bench`: the speed at which this machine reads a cache, and the upper limits of this machine."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def bench(
     cache_name: str | None,
     as_json: bool,
 ) -> None:
-    """Measure how fast this machine reads CACHE in random order, and say what limits it.
+    """Measure the speed at which this machine reads CACHE in random order, and name the bottleneck.
 
-    There are four rates from the page cache: read_batch, the loader, and as their limits copies of as many bytes in memory
-    and positioned reads of the same bytes.
+    All bytes come from the page cache. Four rates are printed: read_batch, the loader, and two upper limits. The limits are
+    copies in memory, and positioned reads of the same bytes.
     """
     output, threads = Output(as_json), threads or num_cores()
     find_shards(path, local_for="measured")  # the raw reads are those of files in the page cache
@@ -136,7 +136,7 @@ def bench(
 
 
 def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
-    """Say what limits the loader, from rates in bytes per second."""
+    """Describe the bottleneck of the loader, from rates in bytes per second."""
     copies, raw, batch, loader = (rates[name] for name in (_COPY, _RAW, _BATCH, _LOADER))
     text = f"the loader reaches {loader / raw:.0%} of what positioned reads of the same bytes reach"
     if loader >= _NEAR * raw:
@@ -148,7 +148,7 @@ def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
 
 
 def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
-    """Return the indices of all samples, or of some at equal distances."""
+    """Return the indices of all samples, or of samples at equal distances with about `max_nbytes` bytes of tensors."""
     total = sum(tensor.nbytes for tensor in cache.schema.values())
     if not total:
         raise ValueError("there are no samples with tensors")
@@ -157,7 +157,7 @@ def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
 
 
 def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
-    """Read the tensors of a sample into the page cache, and return their place."""
+    """Read the tensors of a sample into the page cache; return the path of their shard, and their range of bytes."""
     shard, row = cache._store.locate(cache._at(index))
     layout, begin = shard.layout(row), shard.columns.tensors_begin.item(row)
     shard.file.read(begin, begin + layout.nbytes)
@@ -172,7 +172,7 @@ def _count_nbytes(cache: tc.TensorCache, index: int, names: list[str]) -> int:
 
 
 def _find_collate(cache: tc.TensorCache) -> Any:
-    """Return a collate that lists tensors of several shapes, and stacks others."""
+    """Return a value of `collate` that lists tensors of several shapes, and stacks all other tensors."""
     ways = {}
     for tensor in cache.schema.values():
         is_uneven = tensor.shape is None or any(isinstance(size, tuple) for size in tensor.shape)
@@ -182,7 +182,7 @@ def _find_collate(cache: tc.TensorCache) -> Any:
 
 
 def _measure(steps: Iterator[int], seconds: float) -> float:
-    """Run steps, which yield their numbers of bytes, for some seconds; return bytes per second."""
+    """Run steps for `seconds`; return bytes per second. Each step yields its number of bytes."""
     total, elapsed, began = 0, 0.0, perf_counter()
     with closing(steps):  # type: ignore[type-var]  # a generator
         for nbytes in steps:

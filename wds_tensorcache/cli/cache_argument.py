@@ -1,4 +1,4 @@
-"""Arguments of commands that name a cache, a sample or a tensor: opening and looking up."""
+"""Arguments of commands that name a cache, a sample or a tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
     """Open a cache from the command line, and close it at the end.
 
     Raises:
-        click.BadParameter: `path` or `name` cannot be those of a cache.
+        click.UsageError: `path` is not valid.
+        click.BadParameter: `name` is not valid.
         FileNotFoundError, FormatError, KeyError: As `tc.open`.
     """
     try:
@@ -64,7 +65,7 @@ def sample_key(cache: tc.TensorCache, name: str) -> str:
 
 
 def find_tensor(sample: Any, key: str, name: str) -> Lazy:
-    """Return a tensor of a sample; raise KeyError, which lists similar names, if there is no such tensor."""
+    """Return a tensor of a sample; raise KeyError with similar names if the sample has no such tensor."""
     tensors = flatten(sample)
     if name not in tensors:
         raise KeyError(f"sample {key!r}: {unknown_name('tensor', name, tensors)}")

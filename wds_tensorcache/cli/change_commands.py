@@ -1,4 +1,4 @@
-"""`tensorcache merge`, `reshard` and `drop`: new shards from the members of existing ones."""
+"""`tensorcache merge`, `reshard` and `drop`: new shards from the members of existing shards."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def merge(sources: tuple[str, ...], out: str, prefixes: tuple[str, ...], **optio
     """Write the samples of all SOURCES into one cache in the new folder OUT.
 
     The bytes of members are copied. Equal keys are refused, unless prefixes make them different. An interrupted command
-    leaves no OUT, and the same command resumes.
+    creates no OUT; run the same command again to resume.
     """
     if prefixes and len(prefixes) != len(sources):
         raise click.UsageError(f"expected one --prefix for each source, got {len(prefixes)} for {len(sources)}")
@@ -67,7 +67,7 @@ def merge(sources: tuple[str, ...], out: str, prefixes: tuple[str, ...], **optio
 def reshard(source: str, out: str, **options: Any) -> None:
     """Write the samples of SOURCE into shards of another length in the new folder OUT.
 
-    The bytes of members are copied, in the same order. An interrupted command leaves no OUT, and the same command resumes.
+    The bytes of members are copied, in the same order. An interrupted command creates no OUT; run it again to resume.
     """
     _copy(partial(reshard_cache, source, out), out, "copying", **options)
 

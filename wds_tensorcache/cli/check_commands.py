@@ -23,8 +23,8 @@ from wds_tensorcache.writing.index_shard import index_folder, index_shard
 def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
     """Index SHARDS that another program made, so that opening them needs no scan.
 
-    Shards beside a manifest.json that does not list them are added to it. For a folder, its manifest.json is written anew from
-    all shards that are in it.
+    Shards that the manifest.json in their folder does not list are added to it. If SHARDS is a folder, a new manifest.json is
+    written for all shards in the folder.
     """
     output = Output(as_json)
     results: list[dict[str, Any]] = []
@@ -65,7 +65,7 @@ def _print_folder(output: Output, result: dict[str, Any]) -> None:
 def verify(source: str, threads: int | None, as_json: bool) -> int:
     """Check every byte, index and manifest of SOURCE: a folder, a shard, a manifest or a pattern.
 
-    The exit status is 1 if there is a fault.
+    The exit status is 1 if SOURCE has a fault.
     """
     output = Output(as_json)
     with output.progress("verifying") as show:

@@ -84,10 +84,10 @@ def import_command(
     workers: int,
     **options: Any,
 ) -> int:
-    """Import files that a trainer has written into shards in the folder OUT.
+    """Convert the files of a trainer to shards in the folder OUT.
 
-    SOURCE is a folder, a file such as a tar, or a pattern such as 'photos-{000..099}.tar'. Of several, each is a tar
-    or a pattern of tars; import folders one by one.
+    SOURCE is a folder, a file such as a tar, or a pattern such as 'photos-{000..099}.tar'. Several SOURCES must be tars or
+    patterns of tars; import folders one by one.
     """
     output = Output(as_json)
     if list_formats:

@@ -21,7 +21,7 @@ _WIDEST = 100_000  # of a table in a file, in columns
 
 
 def plain(text: object) -> str:
-    """Return a text in which characters that do not print, or that reorder text, are escapes such as `\\x1b`.
+    """Replace characters that are invisible, or that reorder text, by escapes such as `\\x1b`.
 
     These are control characters, line breaks, surrogates, marks of direction, characters without width, and white space other
     than the space.
@@ -37,7 +37,7 @@ def plain(text: object) -> str:
 def to_json(value: Any) -> Any:
     """Return a value for `json.dumps`: dataclasses become dicts, sequences and sets lists, and unknown objects their `str`.
 
-    JSON has no numbers that are not finite; they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
+    JSON has no NaN and no infinities. They become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -66,7 +66,7 @@ class Output:
     """The output of one command.
 
     Args:
-        as_json: Print results as one JSON value, and no texts.
+        as_json: Print only results, as one JSON value, and no text.
     """
 
     def __init__(self, as_json: bool = False) -> None:
@@ -80,12 +80,12 @@ class Output:
         return self.console.is_terminal and not self.as_json
 
     def result(self, value: Any) -> None:
-        """Print the result as JSON, if that was requested; see `to_json`."""
+        """Print the result as JSON, if JSON was requested; see `to_json`."""
         if self.as_json:
             sys.stdout.write(json.dumps(to_json(value), indent=2, allow_nan=False) + "\n")
 
     def results(self, values: Iterable[Any]) -> None:
-        """Print a JSON array item by item, if that was requested. Memory: one item."""
+        """Print a JSON array item by item, if JSON was requested. Memory: one item."""
         if self.as_json:
             mark = "["
             for value in values:
@@ -94,7 +94,7 @@ class Output:
             sys.stdout.write("[]\n" if mark == "[" else "\n]\n")
 
     def line(self, text: object = "", style: str = "") -> None:
-        """Print one line of text, unless JSON was requested. A line break in the text is an escape."""
+        """Print one line of text, unless JSON was requested. Line breaks in the text are escaped."""
         if not self.as_json:
             if style:
                 self.console.print(Text(plain(text), style), soft_wrap=True)
@@ -104,7 +104,7 @@ class Output:
     def text(self, text: object, style: str = "") -> None:
         """Print lines of text, unless JSON was requested.
 
-        Hazard: a line break in a name would begin a line that looks like ours; make names `plain` first, or call `line`.
+        Hazard: a line break in a name would begin a line that looks genuine. Pass names through `plain`, or call `line`.
         """
         for line in str(text).split("\n"):
             self.line(line, style)
@@ -112,8 +112,8 @@ class Output:
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
         """Print a table, unless JSON was requested; the columns `right` are aligned to the right.
 
-        A cell is a `Text`, whose parts must be `plain`, or any object. If a terminal is too narrow for four columns or more,
-        each cell has its own line. In a file, no cell is wrapped.
+        A cell is any object, or a `Text` whose parts went through `plain`. If the terminal is too narrow for a table of four
+        or more columns, each cell has its own line. In a file, no cell is wrapped.
         """
         cells = [[cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row] for row in rows]
         table = Table(box=None, pad_edge=False, show_header=any(columns))
@@ -131,9 +131,9 @@ class Output:
                 self.show(Text.assemble(f"  {column} ", cell))
 
     def show(self, renderable: RenderableType) -> None:
-        """Print an object of `rich`, unless JSON was requested; its texts must be `plain`.
+        """Print an object of `rich`, unless JSON was requested. The caller passes its texts through `plain`.
 
-        Lines are wrapped at the width of a terminal, and not in a file.
+        Lines are wrapped at the width of a terminal, but not in a file.
         """
         if self.as_json:
             return
@@ -150,7 +150,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Any]:
-        """Yield a function of (done, total) that shows a bar on stderr, if that is a terminal."""
+        """Yield a function of (done, total) that shows a progress bar if stderr is a terminal."""
         if not self._errors.is_terminal:
             yield lambda done, total: None
             return

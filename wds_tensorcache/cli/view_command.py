@@ -51,9 +51,9 @@ def view_command(
 ) -> int:
     """Show CACHE as a page: structure, sizes, statistics, and samples with their latents drawn as pictures.
 
-    With -o, the page is one file that needs no network. It shows up to --samples samples at equal distances from each other;
-    1,000 of them take less than 10 MB. With --serve, a server on this machine shows all samples, and reads them when they
-    are scrolled to.
+    With -o, the page is one file that needs no network. It shows up to --samples samples at equal distances from each other.
+    1,000 samples take less than 10 MB. With --serve, a server on this machine shows all samples, and reads each sample when
+    the user scrolls to it.
     """
     if serve == (output is not None):
         raise click.UsageError("pass either -o FILE or --serve")
@@ -126,6 +126,6 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
 
 
 def _has_display() -> bool:
-    """Return whether a browser can have a window."""
+    """Return whether a browser can open a window on this machine."""
     # without one, Python might start a browser that takes over the terminal
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

@@ -1,1 +1,1 @@
-"""Looking at caches: structure, statistics, differences, and pages that show them."""
+"""Inspection of caches: structure, statistics, differences, and a page that shows them."""

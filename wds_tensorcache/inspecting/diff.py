@@ -23,16 +23,16 @@ _WHOLE = "the sample"  # in place of an empty path
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One tensor or small value of a sample that differs.
+    """A difference in one tensor, small value or other member of a sample.
 
     Attributes:
         key: Key of the sample.
         name: Name of the tensor, path of the value, or suffix of the other member with its dot.
         what: The difference in words.
-        num_different: Number of elements with different bits; None unless both are tensors of one dtype and shape.
+        num_different: Number of elements with different bits; None unless both are tensors of the same dtype and shape.
         max_difference: Largest absolute difference of two elements, as float64; None unless both are tensors of numbers with
-            one shape. Two NaN or two equal infinities have the difference 0. It is infinite if only one element is NaN or
-            infinite.
+            the same shape. Two NaN or two equal infinities have the difference 0. A NaN or an infinity and any other number
+            have an infinite difference.
     """
 
     key: str
@@ -47,9 +47,9 @@ class CacheDiff:
     """The differences between two caches.
 
     Attributes:
-        only_first, only_second: Keys of the samples that only one cache has.
-        num_equal, num_changed: Numbers of the samples that both have.
-        changes: All changes, in the order of the first cache.
+        only_first, only_second: Keys of the samples that only the first or only the second cache contains.
+        num_equal, num_changed: Numbers of equal and of different samples among the samples in both caches.
+        changes: All differences, in the order of the first cache.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -68,9 +68,13 @@ def diff_caches(
 ) -> CacheDiff:
     """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
 
-    Two samples are equal if the digests of their tensors and the bytes of their skeletons are equal. Then no tensor is read,
-    so damaged tensors are not noticed; `tc.verify` finds them. If a key occurs several times, the samples with this key are
-    compared in order. `progress` gets the number of compared samples, and of all samples in `first`.
+    Two samples are equal if the digests of their tensors and the bytes of their skeletons are equal. Their tensors are
+    not read, so damage in them is not noticed; `tc.verify` finds it. If a key occurs several times, the samples with this key
+    are compared in order. `progress` is called with the number of compared samples, and of all samples in `first`.
+
+    Raises:
+        OSError: A shard cannot be read.
+        FormatError: A shard is damaged, or has changed.
 
     Memory: the tensors of one sample of each cache.
     """
@@ -93,7 +97,7 @@ def diff_caches(
 
 
 def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: int) -> int | None:
-    """Return the index of the sample in the other cache, or None."""
+    """Return the index of the sample in `other` that corresponds to sample `index` of `cache`; None if there is none."""
     indices = other._find_all(key)
     place = cache._find_all(key).index(index)
     return indices[place] if place < len(indices) else None
@@ -112,7 +116,7 @@ class _Stored:
         return stored[begin:]
 
     def member(self, suffix: str) -> bytes | None:
-        """Return the content of another member; None if there is none."""
+        """Return the content of a member that is not a tensor member; None if the sample has no such member."""
         position = self.shard.find_members(np.array([self.row]), suffix).item()
         return None if position < 0 else self.shard.file.read(*self.shard.member_extent(suffix, position))
 
@@ -186,7 +190,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """Return the largest difference of two tensors; None without elements or arithmetic."""
+    """Return the largest absolute difference of two tensors; None without elements, or if the dtype has no arithmetic."""
     largest = []
     for begin in range(0, first.numel(), _NUM_AT_ONCE):
         try:
@@ -209,7 +213,7 @@ def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
-    """Yield the path and the difference of each value."""
+    """Yield the path and the difference in words of each value that differs."""
     # Hazard: a hostile sample may nest deeply, contain itself, or contain one list many times. So no function calls itself,
     # and each pair of containers is compared once.
     met: set[tuple[int, int]] = set()
@@ -244,7 +248,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values of one type are equal bit for bit."""
+    """Return whether two values of the same type are equal bit for bit."""
     if type(one) in ATOMS:
         return repr(one) == repr(two)  # which distinguishes NaN, 0.0 and -0.0
     try:

@@ -57,7 +57,7 @@ class Planes:
             lazy: Tensor or array of the dtype and shape for which `find_planes` returned these planes.
             count: Maximum number of planes; by default, all channels of a picture, and the first plane of a map.
 
-        Memory: reads no other planes, except those of a picture `[H, W, C]`.
+        Memory: only these planes are read, but all planes of a picture `[H, W, C]`.
         """
         count = min(self.count, count or (self.count if self.kind == "picture" else 1))
         shape = math.prod(lazy.shape) // (self.height * self.width), self.height, self.width
@@ -130,7 +130,7 @@ def _is_byte(dtype: Any) -> bool:
 
 
 def shrink(planes: Array, height: int, width: int) -> Array:
-    """Shrink planes `[C, H, W]` to at most this size. Each result is a mean, not finite if NaN or Inf is among its numbers."""
+    """Shrink planes `[C, H, W]` to at most this size. Each element is the mean of a block, with its NaN and infinity."""
     height, width = min(height, planes.shape[1]), min(width, planes.shape[2])
     if (height, width) == planes.shape[1:]:
         return planes
@@ -157,8 +157,8 @@ class Colors:
 def fit_colors(planes: Sequence[Array], is_uint8: bool = False) -> Colors:
     """Return colors that show the differences in planes `[C, H, W]` of several samples.
 
-    Three channels are red, green and blue. Of other numbers of channels, the first principal component is brightness, and the
-    next two are hues.
+    Three channels are red, green and blue. For any other number of channels, the first principal component is brightness, and
+    the next two are hues.
     """
     parts = [_some_pixels(part) for part in planes]
     ranges = [np.ptp(part) if part.size else 0 for part in parts]
@@ -184,7 +184,7 @@ def fit_colors(planes: Sequence[Array], is_uint8: bool = False) -> Colors:
 
 
 def _some_pixels(planes: Array) -> Array:
-    """Return finite pixels, float64 `[C, n]`."""
+    """Return the finite pixels among pixels at equal distances, float64 `[C, n]`."""
     flat = planes.reshape(len(planes), -1)
     flat = flat[:, :: max(1, flat.shape[1] // _NUM_FITTED)].astype(np.float64)
     return flat[:, np.isfinite(flat).all(0)]

@@ -23,10 +23,10 @@ class Repeats:
     """Tensors that are stored several times, with equal dtypes, shapes and bytes.
 
     Attributes:
-        num_tensors: Number of copies beyond the first one of each tensor.
-        nbytes: Bytes that storing each tensor once would save.
-        is_partial: True if there were too many tensors to remember all. More of them may then be repeated.
-        most: Tensors whose copies take the most bytes, at most 20.
+        num_tensors: Number of copies, without the first copy of each tensor.
+        nbytes: Number of bytes of these copies.
+        is_partial: True if there were too many distinct tensors to remember. More tensors may then be repeated.
+        most: Up to 20 tensors whose copies take the most bytes.
     """
 
     num_tensors: int
@@ -51,7 +51,7 @@ class RepeatCounter:
             self._is_partial = True
 
     def result(self) -> Repeats:
-        """Return the repeated tensors, those with the most copied bytes first."""
+        """Return the repeated tensors. The tensors whose copies take the most bytes come first."""
         repeats = [Repeat(*record) for record in self._kept.values() if record[-1] > 1]
         repeats.sort(key=lambda repeat: -repeat.nbytes * (repeat.count - 1))
         num_copies = sum(repeat.count - 1 for repeat in repeats)

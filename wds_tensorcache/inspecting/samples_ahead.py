@@ -1,4 +1,4 @@
-"""The tensors of many samples, in order. Those of remote shards are fetched ahead on threads."""
+"""Read the tensors of many samples, in order. Threads fetch tensors of remote shards ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_NBYTES = 1 << 22  # of a member; the tensors of a larger one are read when 
 
 
 def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], _Result]) -> Iterator[_Result]:
-    """Yield `run(index)` in order: in the caller's thread, or for remote shards on threads, up to 17 samples ahead."""
+    """Yield `run(index)` for each index, in order. For remote shards, threads run up to 17 samples ahead."""
     if remote_url([cache]) is None:
         yield from map(run, indices)
         return
@@ -33,9 +33,9 @@ def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], 
 
 
 def read_samples(cache: Cache[Any], indices: Sequence[int]) -> Iterator[_Read]:
-    """Yield the index of each sample, its lazy tensors by name, and the error if it cannot be read.
+    """Yield the index of each sample, its lazy tensors by name, and the error of the read or None.
 
-    Memory: a sample of a remote shard is in memory if its tensors take at most 4 MiB.
+    Memory: the tensors of a remote sample are copied into memory if they take at most 4 MiB.
     """
     is_remote = remote_url([cache]) is not None
 
@@ -50,7 +50,7 @@ def read_samples(cache: Cache[Any], indices: Sequence[int]) -> Iterator[_Read]:
 
 
 def _fetch(lazies: dict[str, Lazy]) -> dict[str, Lazy]:
-    """Return lazy tensors in memory, from one request for all tensors of a member."""
+    """Read lazy tensors into memory by one request for each member; return them as they are if a member is large."""
     members: dict[int, list[Lazy]] = {}
     for lazy in lazies.values():
         members.setdefault(id(lazy._source), []).append(lazy)

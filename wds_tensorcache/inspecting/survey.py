@@ -106,27 +106,27 @@ class Mark(NamedTuple):
 
 
 class Survey:
-    """Statistics of some samples of a cache, whose tensors are read once, in parts of at most 4 MiB.
+    """Statistics of samples of a cache. Each tensor is read once, in parts of at most 4 MiB.
 
     Args:
         cache: Cache, or a view of one.
         indices: Indices of the samples to examine, ascending.
-        progress: Function of the number of examined samples, and of all samples to examine.
+        progress: Function that takes the number of examined samples, and of all samples to examine.
         for_page: Also compute colors and usual ranges, and record samples that cannot be read instead of raising an error.
 
     Attributes:
         description: Properties of all samples, from the indexes; of the examined samples alone if a sample is damaged.
-        tensors: Statistics of each tensor, by name. Numbers are those of the first 1,000 tensors, 300 for a page.
+        tensors: Statistics of each tensor, by name. Only the first 1,000 tensors are read, or 300 for a page.
         sample_nbytes: Statistics of the bytes of the tensors of the examined samples.
-        repeats: Tensors that several of the examined samples have.
-        positions: Position of each tensor with numbers, by name.
-        samples, errors: For a page, statistics of the tensors of each examined sample, and messages of samples that cannot be
-            read, by index.
+        repeats: Tensors that are stored several times in the examined samples.
+        positions: Position of each tensor that is read, by name.
+        samples: For a page, statistics of the tensors of each examined sample, by index.
+        errors: For a page, error messages of the samples that cannot be read, by index.
 
     Raises:
         FormatError: A shard is damaged, or a sample needs a class that is not in `allow=`; not raised with `for_page`.
 
-    Memory: 128 KiB for each examined tensor, and at most 100 MB for digests. A page also takes some hundred bytes for each
+    Memory: 128 KiB for each examined tensor, and at most 100 MB for digests. A page also takes a few hundred bytes for each
         tensor in each sample.
     Threads: immutable after `__init__`, so safe to share.
     """
@@ -203,7 +203,7 @@ class Survey:
                     fitted.append(shrink(planes.load(lazy), _FITTED_SIDE, _FITTED_SIDE))
 
     def colors_of(self, name: str, lazy: Lazy, planes: Planes, loaded: Array) -> Colors:
-        """Return the colors of a tensor in all examined samples; if they lack it, colors for this tensor alone."""
+        """Return the colors of a tensor in all examined samples. If no examined sample has it, fit colors to it alone."""
         key = _color_key(name, lazy, planes)
         return self._colors.get(key) or fit_colors([loaded], key[2])
 
@@ -259,7 +259,7 @@ def _color_key(name: str, lazy: Lazy, planes: Planes) -> tuple[str, int, bool]:
 
 
 def _describe_intact(cache: Cache[Any], indices: Sequence[int]) -> Description:
-    """Describe all samples, or only the intact ones in `indices` if `describe` meets a damaged sample."""
+    """Describe all samples. If `describe` meets a damaged sample, describe only the intact samples in `indices`."""
     try:
         return cache.describe()
     except FormatError:

@@ -89,12 +89,12 @@ def escape_hidden(text: str, limit: int = 200) -> str:
 
 
 def page_text(value: Any, limit: int = 200) -> str:
-    """Return a value for the page: a string unquoted, any other value as `value_text`."""
+    """Return a value for the page: a string without quotes, any other value in the form of `value_text`."""
     return escape_hidden(value if isinstance(value, str) else value_text(value, limit), limit)
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON that may be in a script element: no text in it can end the element."""
+    """Return a value as JSON for a script element. No text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -105,7 +105,7 @@ def num_stored(text: str) -> int:
 
 
 def cut(text: str, max_nbytes: int) -> str:
-    """Return a text, or a beginning of it and `…`, that takes at most `max_nbytes` in the page."""
+    """Return a text, shortened with `…` if needed, so that it takes at most `max_nbytes` in the page."""
     if len(text) <= max_nbytes and num_stored(text) <= max_nbytes:
         return text
     room = max(0, max_nbytes - 3)  # "…" takes three bytes

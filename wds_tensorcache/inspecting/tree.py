@@ -20,7 +20,7 @@ _MAX_DEPTH = 40
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A place in samples, with the values there. Its texts may contain any character: escape them before showing them.
+    """A place in the structure of samples, with its values. Escape the texts before you show them.
 
     Attributes:
         name: Key or index in the container; `""` for the whole sample.
@@ -29,7 +29,7 @@ class Node:
         text: Dtype and shape of a tensor, such as `bf16[77, 2048]`, type and length of a container, or an example of a value in
             about 200 characters.
         types: Types of the values there, such as `"tensor"`, `"str"` and `"None"`.
-        num_samples: Number of the samples that have this place.
+        num_samples: Number of samples that contain this place.
         tensor: Name of the tensor in `cache.select` and in statistics; None for other values.
         children: Items of a container.
     """
@@ -47,11 +47,11 @@ def describe_samples(samples: Sequence[Any], tensors: Mapping[str, Any] | None =
     """Return the structure of one or more lazy samples; no tensor is read.
 
     The tree has at most 2,000 places, 100 items of each container, and 40 levels. A container that occurs again has no
-    children. Containers are dicts, and lists, tuples and deques with a tensor in them; everything else is a value.
+    children. Containers are dicts, and lists, tuples and deques that contain a tensor. All other objects are values.
 
     Args:
         samples: Samples with lazy tensors.
-        tensors: Schemas of tensors by name, for shapes and dtypes in more samples than these.
+        tensors: Schemas of tensors by name, with the shapes and dtypes in all samples of the cache.
     """
     return _Builder(tensors or {}).visit("", samples, 0)
 

@@ -22,12 +22,13 @@ _CUT = 0.1  # percent of the values that may be cut off at either end of a histo
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Numbers of values in bins of equal width: of all values, or of about 8,000 to 16,000 of them, chosen at random.
+    """The numbers of values in bins of equal width. It counts all values, or about 8,000 to 16,000 random values.
 
     Attributes:
         begin: Lower end of the first bin.
         width: Width of each bin; at least 1 for whole numbers, 0 if all values are equal.
-        counts: Numbers of values in `[begin + i * width, begin + (i + 1) * width)`, at most 64 bins. The last one has its end.
+        counts: Numbers of values in `[begin + i * width, begin + (i + 1) * width)`, at most 64 bins. The last bin includes its
+            end.
         num_below, num_above: Numbers of values outside the bins. They are 0 unless a few outliers would leave most bins empty.
             Then at most 0.1% of the values at either end are outside.
     """
@@ -47,9 +48,9 @@ class ValueStatistics:
         num_values: Number of all values.
         num_nan, num_inf: Numbers of NaN, and of positive and negative infinity.
         num_zero: Number of zeros of either sign.
-        min, max: Smallest and largest finite value, exact; None if there are none.
-        mean, std: Mean and standard deviation of the finite values (divided by n, not n - 1); None if there are none.
-        histogram: Histogram of the finite values; None if there are none, or if none was made.
+        min, max: Smallest and largest finite value, exact; None without finite values.
+        mean, std: Mean and standard deviation of the finite values (divided by n, not n - 1); None without finite values.
+        histogram: Histogram of the finite values; None if there are no finite values, or if no histogram was made.
     """
 
     num_values: int = 0
@@ -106,7 +107,7 @@ def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatist
 
 
 class ValueSample:
-    """A random sample of the values that were added, of bounded size. Equal values give equal samples."""
+    """A random sample of all added values, of bounded size. Equal values give equal samples."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
@@ -130,7 +131,7 @@ class ValueSample:
             self._kept = np.append(self._kept, finite)
 
     def make_histogram(self) -> Histogram | None:
-        """Return the histogram of the finite values; None if there are none."""
+        """Return the histogram of the finite values; None without finite values."""
         if not len(self._kept):
             return None
         halves = self._kept / 2  # hazard: the range of the largest float64 values overflows
@@ -157,7 +158,7 @@ def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
     Raises:
         FormatError: The bytes are not values of the dtype, or the shard was changed; the message names the tensor.
 
-    Memory: each part is private to the caller and has at most 4 MiB, or one element.
+    Memory: each part is a copy of at most 4 MiB, or one element if it is larger.
     """
     reference, width = lazy._reference, lazy.dtype.itemsize
     step = max(_PART_NBYTES // width, 1) * width
@@ -197,7 +198,7 @@ def as_numbers(part: Any) -> Array | None:
 def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -> ValueStatistics | None:
     """Return statistics of one tensor without a histogram; None if its elements are not numbers. See `read_parts` for errors.
 
-    `sample` gets all values, and `digest`, a hash of xxhash, all bytes.
+    All values are added to `sample`, and all bytes to `digest`, a hash object of xxhash.
     """
     statistics: ValueStatistics | None = ValueStatistics()
     for buffer, part in read_parts(lazy):
@@ -215,7 +216,7 @@ def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -
 
 
 def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
-    """Return statistics of one tensor as `measure`, with a histogram."""
+    """Return statistics of one tensor like `measure`, but with a histogram."""
     sample = ValueSample()
     statistics = measure(lazy, sample)
     if statistics is not None:

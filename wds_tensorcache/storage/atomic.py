@@ -23,9 +23,9 @@ def find_temporary(folder: str, names: str) -> list[str]:
 
 
 def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = lambda path: True) -> None:
-    """Delete the temporary files for which `is_ours` returns True; folders and links stay.
+    """Delete the temporary files for which `is_ours` returns True, but no folders and no links.
 
-    The caller must hold a lock, which shows that their writers have ended, or the writers must use `write_atomically`.
+    The caller must hold the lock of the writers, so that no writer is active. Files of `write_atomically` need no lock.
     """
     for path in filter(is_ours, find_temporary(folder, names)):
         with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
@@ -34,17 +34,18 @@ def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = l
 
 
 def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:
-    """Write a file so that, whatever happens, readers see either the complete new file or the complete old one.
+    """Write a file so that readers always see either the complete new file or the complete old file.
 
     Args:
         path: Path of the file; its folder must exist.
-        parts: Content of the file, in pieces. Pass a list if other writers may begin in the folder during the call.
+        parts: Content of the file, in pieces. Pass a list if another writer may start in the folder during the call.
+            That writer may delete the temporary file, and the content is then written again.
         fsync: Wait until the file is on disk. Otherwise the file survives the death of this process, but perhaps not a
             crash of the machine.
 
     Raises:
-        OSError: For example, the disk is full, or the folder does not exist. An error before the rename leaves the old file
-            unchanged and deletes the temporary file.
+        OSError: The file cannot be written, for example because the disk is full or the folder does not exist. An error
+            before the rename leaves the old file unchanged and deletes the temporary file.
     """
     temporary = temporary_path(path)
     try:
@@ -88,7 +89,7 @@ def publish(temporary: str, path: str) -> None:
 
 
 def replace(temporary: str, path: str) -> None:
-    """Rename a complete file or folder to its final name. A file replaces a file; a folder replaces only an empty folder.
+    """Rename a complete file or folder to its final name. A file may replace a file, and a folder an empty folder.
 
     Raises:
         FileExistsError: `temporary` is a folder, and `path` exists and is not an empty folder.

@@ -55,7 +55,7 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 class Descriptor:
-    """An open descriptor, `fd`. It is closed with the last reference to this object, so never during a read."""
+    """An open file descriptor. It stays open as long as this object is referenced, so it is never closed during a read."""
 
     __slots__ = ("fd",)
 
@@ -67,7 +67,7 @@ class Descriptor:
 
 
 class _Map:
-    """A read-only memory map of a whole file, unmapped with the last reference to this object. It needs no descriptor.
+    """A read-only memory map of a whole file. It stays mapped as long as this object is referenced, without a descriptor.
 
     If the file is truncated in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
     """
@@ -91,7 +91,10 @@ def _unmap(address: int, nbytes: int) -> None:
 
 
 def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return whether all pages of ranges of maps are in memory, bool `[n]`. Of each file, `shows_pages` must be True."""
+    """Return, for each range of a map, whether all its pages are in memory, bool `[n]`.
+
+    `shows_pages` must be True for each file.
+    """
     begins = addresses & -mmap.PAGESIZE
     sizes = addresses + nbytes - begins
     pages = np.zeros((len(begins), int(sizes.max(initial=0)) // mmap.PAGESIZE + 1), np.uint8)
@@ -108,14 +111,14 @@ def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> N
 
 
 class ShardFile:
-    """A file. Reads do not use the file position, so any number of threads and forked processes may read at once.
+    """A local file. Reads do not use the file position, so any number of threads and forked processes may read at once.
 
-    All files of a process share one limit on descriptors: beyond it, the oldest descriptor is closed, and opened again when a
-    read needs it. Maps stay without it.
+    All files of a process share one limit on descriptors. Beyond the limit, the oldest descriptor is closed. A later read
+    opens the file again. Maps need no descriptor.
 
     Args:
         path: Path of the file.
-        may_map: False if `address` must not map the file.
+        may_map: Whether `address` may map the file.
         manifest: The manifest that lists the file, for messages.
 
     Raises:
@@ -136,7 +139,6 @@ class ShardFile:
         self._keep(descriptor)
 
     def _begin(self, path: str, status: os.stat_result, may_map: bool) -> None:
-        """Set the attributes of a file that is open."""
         self.path = path
         self.nbytes = status.st_size
         self.identity = _identity(status)
@@ -158,7 +160,7 @@ class ShardFile:
         return descriptor, os.fstat(descriptor.fd)
 
     def _keep(self, descriptor: Descriptor) -> None:
-        """Keep a descriptor for later reads; close the oldest ones of the process beyond the limit."""
+        """Keep a descriptor for later reads; close the oldest descriptors of the process beyond the limit."""
         with _lock():
             while len(_open_files) >= (_max_open or default_max_open()):
                 # A file may be freed at any moment, and leaves the dict then.
@@ -171,10 +173,10 @@ class ShardFile:
             _open_files[self] = None
 
     def descriptor(self) -> Descriptor:
-        """Return a descriptor, opened again if needed; it stays open as long as the caller refers to the object.
+        """Return an open descriptor of the file. It stays open as long as the caller keeps a reference to it.
 
         Raises:
-            FormatError: Another file has replaced this one, or this one was changed.
+            FormatError: Another file has replaced this file, or the file was changed.
         """
         descriptor = self._descriptor
         if descriptor is None:
@@ -239,10 +241,10 @@ class ShardFile:
                 begin, buffers = begin + count, skip_bytes(buffers, count)
 
     def address(self) -> int:
-        """Return the address of a map of the file; 0 if the file has no map, and must be read.
+        """Return the address of a map of the file; 0 if the file cannot be mapped and must be read.
 
-        A file has no map on network file systems and outside Linux, where a page fault or a truncated file costs too much. It
-        has none beyond the bounds on the maps of a process, either.
+        Files on network file systems and outside Linux are not mapped, because a page fault or a truncated file costs too
+        much there. A file is also not mapped if the process has reached its limits on maps.
         """
         if self._map is not None:
             return self._map.address
@@ -261,16 +263,16 @@ class ShardFile:
             return self._map.address if self._map is not None else 0
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None:
-        """Return the bytes `[begin, end)` of the map; None without a map.
+        """Return the bytes `[begin, end)` of the map, uint8 `[end - begin]`; None if the file cannot be mapped.
 
-        Memory: keeps the map; the array is marked writable, to avoid torch's warning, but must never be written to.
+        Memory: aliases the map and keeps it alive. The array is marked writable to avoid torch's warning; never write to it.
         """
         self.check_unchanged()
         address = self.address()
         return view_address(address + begin, end - begin, self._map) if address else None
 
     def read_many(self, begins: Iterable[int], ends: Iterable[int]) -> Iterable[bytes]:
-        """Return the bytes of small ranges, out of the map if there is one. The caller calls `check_unchanged` afterwards."""
+        """Return the bytes of small ranges, from the map if the file has one. The caller calls `check_unchanged` afterwards."""
         view = self.view(0, self.nbytes)
         if view is None:
             return map(self.read, begins, ends)
@@ -278,7 +280,7 @@ class ShardFile:
         return [stored[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
     def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]:
-        """Return a context with a function as `read`, for one pass over the file."""
+        """Return a context manager for one pass over the file. It returns a function like `read`."""
         return nullcontext(self.read)
 
     def is_resident(self, begin: int) -> bool:
@@ -300,17 +302,17 @@ File: TypeAlias = "ShardFile | RemoteFile"  # the reads of a `RemoteFile` are re
 
 
 class Files:
-    """The files of an open cache, by path or url. No file may change: `get` refuses a file that differs from the expected
-    file.
+    """The files of an open cache, by path or url. No file may change: `get` refuses a file that differs from the expected file.
 
     Args:
-        may_map: False if batches must not be copied out of memory maps.
-        max_open: The most descriptors of local shards that the process keeps, for all caches; None leaves the limit as it is.
+        may_map: Whether batches may be copied from memory maps.
+        max_open: Maximum number of descriptors of local shards that the process keeps, for all caches; None leaves the limit
+            unchanged.
         node_cache: The `NodeCache` through which remote files are read.
         identities: Identities of the expected files, by path or url.
-        manifests: The manifest that lists a file, by path or url, for messages.
+        manifests: Path of the manifest that lists a file, by path or url of the file, for messages.
 
-    Threads/fork/pickle: safe everywhere; a copy in another process opens the files again, and expects them unchanged.
+    Threads/fork/pickle: safe everywhere. A copy in another process opens the files again, and refuses changed files.
     """
 
     def __init__(
@@ -332,11 +334,11 @@ class Files:
         self._closed = False
 
     def get(self, path: str) -> File:
-        """Return the file at a path or url. No request.
+        """Return the file at a path or url, without a request to a server.
 
         Raises:
             OSError: The file cannot be opened; MissingShardError if it does not exist.
-            FormatError: The path is not an ordinary file, or has changed since it was expected.
+            FormatError: The path is not an ordinary file, or the file differs from the expected file.
             ValueError: `close` was called.
         """
         file = self._files.get(path)
@@ -364,9 +366,10 @@ class Files:
     def expect(
         self, path: str, manifest: str | None = None, status: os.stat_result | None = None, nbytes: int | None = None
     ) -> None:
-        """Record the file now at `path`, so that `get` refuses any other, and the manifest that lists it.
+        """Record the current state of the file at `path`. `get` then refuses the file in any other state.
 
         Args:
+            manifest: Path of the manifest that lists the file, for messages.
             status: Status of a local file, if it is known.
             nbytes: Length of a remote file, if it is known.
 
@@ -417,7 +420,7 @@ _lock = per_process(threading.Lock)  # held while a file enters `_open_files`, o
 
 
 def default_max_open() -> int:
-    """Return a quarter of the process's descriptor limit, but 8 to 256."""
+    """Return a quarter of the process's descriptor limit, but at least 8 and at most 256."""
     try:
         import resource
 

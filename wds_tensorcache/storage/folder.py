@@ -1,4 +1,4 @@
-"""A folder of files, on a local disk or in an object store, as readers and writers of shards see it."""
+"""A folder of shards, their indexes and a manifest, on a local disk or in an object store."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Folder: TypeAlias = "LocalFolder | ObjectFolder"
 
 
 def folder_of(path: str, fsync: bool = True) -> Folder:
-    """Return the folder at a path, `""` for the current one, or at a url.
+    """Return the folder at a path or url. The path `""` is the current folder.
 
-    With `fsync`, new files and new content appear when they are on disk. It has no effect for a url.
+    With `fsync`, new files and new content become visible only when they are on disk. A url ignores `fsync`.
     """
     if is_url(path):
         from wds_tensorcache.storage.remote.object_folder import ObjectFolder
@@ -36,10 +36,9 @@ def folder_of(path: str, fsync: bool = True) -> Folder:
 
 
 class LocalFolder:
-    """A folder of shards, their indexes and a manifest. A `name` names a file directly in the folder.
+    """A local folder of shards, their indexes and a manifest. Each `name` is the name of a file directly in the folder.
 
-    `ObjectFolder` is a folder at a url, with the same methods. Changes of one local file are made under the lock of the
-    folder.
+    `ObjectFolder` is a folder at a url, with the same methods. The method `change` of a local folder locks the folder.
 
     Attributes:
         path: Path or url of the folder.
@@ -48,9 +47,9 @@ class LocalFolder:
     Raises (all methods):
         OSError: The system refused the call.
         RemoteError: A request failed.
-        ValueError: The url cannot be written, for methods that change files.
+        ValueError: A method that changes files was called, but the url cannot be written.
 
-    Threads/fork/pickle: one thread at a time; files of an object store cannot be changed in a forked child.
+    Threads/fork/pickle: one thread at a time. A forked child cannot change files of an object store.
     """
 
     is_remote = False
@@ -60,7 +59,7 @@ class LocalFolder:
         self._fsync = fsync
 
     def make(self) -> None:
-        """Make the folder if it is missing; raise an error if an object store cannot be written to at all."""
+        """Create the folder if it does not exist. For a url, check that the object store can be written."""
         os.makedirs(self.path or os.curdir, exist_ok=True)
 
     def locate(self, name: str) -> str:
@@ -68,18 +67,18 @@ class LocalFolder:
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
-        """Return the sorted names of all files; none if there is no such folder."""
+        """Return the sorted names of all files; an empty list if the folder does not exist."""
         try:
             return sorted(os.listdir(self.path or os.curdir))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def open(self, name: str) -> ShardFile:
-        """Open a file for positioned reads. If there is none, this call or the first read raises FileNotFoundError."""
+        """Open a file for positioned reads. If it does not exist, this call or the first read raises FileNotFoundError."""
         return ShardFile(self.locate(name))
 
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
-        """Return the content of a file; None if there is none. A longer file than `max_nbytes` is an error."""
+        """Return the content of a file; None if it does not exist. Raise an error if it is longer than `max_nbytes`."""
         try:
             file = self.open(name)
         except OSError as exc:
@@ -98,10 +97,10 @@ class LocalFolder:
         write_atomically(self.locate(name), [content], self._fsync)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        """Replace the content of a file, which any number of processes may change at once; none undoes another's change.
+        """Change the content of a file. Any number of processes may do so at once, and no change is lost.
 
-        `apply` gets the old content, None without a file, and returns the new content. It is called again if another process
-        was faster.
+        `apply` takes the old content, None if the file does not exist, and returns the new content. `apply` is called again
+        if another process has changed the file first.
         """
         from wds_tensorcache.storage.atomic import remove_temporary
         from wds_tensorcache.storage.locks import locked_folder
@@ -122,10 +121,10 @@ class LocalFolder:
                 os.remove(self.locate(name))
 
     def new_file(self, name: str) -> Output:
-        """Return a new file to append to. `finish` gives it its name, and never replaces another file.
+        """Return a new file to append to. `finish` gives the file its name, and never replaces another file.
 
         Raises:
-            FileExistsError: There is such a file in a local folder; `finish` raises it for one that appears later.
+            FileExistsError: The file exists in a local folder. `finish` raises this error if the file has appeared since.
         """
         path = self.locate(name)
         if os.path.exists(path):
@@ -135,4 +134,4 @@ class LocalFolder:
         return Output(path, self._fsync)
 
     def cancel(self) -> None:
-        """End running requests of other threads that change files, and refuse later requests; a local folder has none."""
+        """End the requests of other threads that change files, and refuse later requests. A local folder makes no requests."""

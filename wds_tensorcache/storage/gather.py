@@ -1,8 +1,8 @@
-"""Copy many byte ranges of files into one block of memory: out of memory maps, otherwise by positioned reads.
+"""Copy many byte ranges of files into one block of memory: from memory maps if possible, otherwise by positioned reads.
 
-Measured on two cores, for 3 tensors of 450 KB in all, in batches of 32, with one thread and two: one call of torch for each
-tensor takes 38 and 21 us, `memmove` 40 and 25 us, `preadv` 33 to 72 and 25 to 40 us, depending on the pages that the page cache
-uses. While a thread copies in one call, another one can run Python.
+Measured for samples of 3 tensors and 450 KB, in batches of 32, by one and two threads on two cores. One call of torch for each
+tensor takes 38 and 21 us, and `memmove` 40 and 25 us. `preadv` takes 33 to 72 and 25 to 40 us, depending on the pages of the
+page cache. While a thread copies in one call, another thread can run Python.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def gather(
     """Copy ranges of files into `memory`, 1-D uint8.
 
     Args:
-        files: The files, by number.
-        num_threads: The most threads that copy, with the caller's.
-        executor: Returns the executor for all threads but the caller's.
+        files: The files, by their numbers in `ranges`.
+        num_threads: Maximum number of threads that copy, including the caller's thread.
+        executor: Function that returns the executor for all threads but the caller's.
 
     Raises:
-        FormatError: A file has changed since it was opened, also while it was copied; or it is too short.
+        FormatError: A file is too short, or it has changed since it was opened.
 
     If a mapped file is truncated in place between the check and the copy, SIGBUS kills the process.
     """
@@ -126,7 +126,7 @@ def _copy(
     num_threads: int,
     executor: Callable[[], Executor | None],
 ) -> None:
-    """Copy ranges out of maps."""
+    """Copy ranges from memory maps."""
     bases = np.zeros(max(addresses) + 1, np.int64)
     bases[list(addresses)] = list(addresses.values())
     base = bases[ranges.file]
@@ -171,9 +171,11 @@ def _as_rows(
     """Return the rows of tensors, for `_select`.
 
     Args:
-        sources: Addresses of the rows, int64 `[T, B]`, from `lowest` to `highest`.
-        widths, firsts, pitches: Of each tensor, the length of a row, the offset in `memory` of its first row, and the distance
-            from row to row, int64 `[T]`.
+        sources: Addresses of the rows, int64 `[T, B]`.
+        lowest, highest: Least and greatest of these addresses and of those of other tensors.
+        widths: Length of a row of each tensor in bytes, int64 `[T]`.
+        firsts: Offset in `memory` of the first row of each tensor, int64 `[T]`.
+        pitches: Distance between rows of each tensor in bytes, int64 `[T]`.
     """
     if not len(widths):
         return []
@@ -196,9 +198,9 @@ def _as_rows(
 
 
 def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
-    """Copy rows `[begin, end)` of tensors, in one call for each tensor, which does not hold the GIL unless they are small.
+    """Copy rows `[begin, end)` of tensors, in one call for each tensor. Large copies release the GIL.
 
-    Threads: the caller's alone. One thread of OpenMP that starts late would stop all others, and a forked child has none.
+    Threads: only the caller's thread. Threads of OpenMP wait for each other, and do not exist in a forked child.
     """
     set_num_threads, num_threads = _openmp_setter(), torch.get_num_threads()
     if not tensors or set_num_threads is None:
@@ -222,7 +224,7 @@ def _runs_as_called() -> bool:
 
 @cache
 def _openmp_setter() -> Callable[[int], object] | None:
-    """Return the function that sets the number of OpenMP threads for torch's calls from this thread alone, if there is one."""
+    """Return the function that sets the number of OpenMP threads for torch's calls from this thread; None if not found."""
     num_threads = torch.get_num_threads()
     for library in (None, torch._C.__file__):  # a preloaded library comes before torch's own
         with suppress(OSError, AttributeError):
@@ -236,9 +238,10 @@ def _openmp_setter() -> Callable[[int], object] | None:
 
 
 def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | None) -> Array:
-    """Return the numbers of the samples to announce, ascending: if samples are large, those that are not in memory.
+    """Return the positions of the samples to announce, ascending. Large samples are announced if they are not in memory.
 
-    If they are small, a few are probed, and all are announced if one is not in memory. `base` has the addresses of maps.
+    Of small samples, a few are probed, and all are announced if a probed sample is not in memory. `base` contains the
+    addresses of the samples' maps.
     """
     global _short_until, _next_look
     now, count = monotonic(), len(ranges.file)
@@ -263,13 +266,13 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
 
 
 def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
-    """Return the numbers of those `samples` that are not wholly in memory."""
+    """Return the positions among `samples` of samples that are not completely in memory."""
     samples, first, last = _extents(ranges, samples)
     return np.unique(samples[~are_resident(base[samples] + first, last - first)])
 
 
 def _extents(ranges: Ranges, samples: Array) -> tuple[Array, Array, Array]:
-    """Return the byte ranges to announce for samples: of each range, the number of its sample, its begin and its end."""
+    """Return the byte ranges to announce for samples: the position of the sample, the begin and the end of each range."""
     begins = ranges.begin[:, samples]
     ends = begins + ranges.nbytes[:, samples]
     first, last = begins.min(0), ends.max(0)
@@ -303,9 +306,9 @@ def _read(
 
 
 def runs(ranges: Ranges, memory: Array, gap_nbytes: int = 0) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """Yield the number of the file, the offset, and the buffers to fill, of each run of tensors of a sample.
+    """Yield, for each run of tensors of a sample, the number of its file, its offset, and the buffers to fill.
 
-    A run contains tensors with up to `gap_nbytes` bytes between them; these bytes go into memory that nothing reads.
+    A run contains tensors with up to `gap_nbytes` bytes between them. These bytes are read into unused memory.
     """
     order = ranges.begin.argsort(0, kind="stable")
     columns = (np.take_along_axis(part, order, 0).T.tolist() for part in (ranges.begin, ranges.nbytes, ranges.target))
@@ -336,9 +339,9 @@ def _run(
     executor: Callable[[], Executor | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Call a function with all samples of `nbytes` bytes, `[begin, end)`, in parts on several threads.
+    """Run `call` on several threads, each with a range `[begin, end)` of the samples.
 
-    The caller's thread calls `prepare` before its part, when the other threads have started.
+    The caller's thread calls `prepare` when the other threads have started, and then handles its own range.
     """
     count = len(nbytes)
     parts = max(1, min(num_threads, count, int(nbytes.sum()) // _PART_NBYTES))

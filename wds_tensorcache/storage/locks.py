@@ -1,6 +1,6 @@
 """Locks on files and folders (`flock`), which the system releases when the process that holds them ends.
 
-Without such locks, as on some network file systems, nothing is locked.
+Some network file systems have no such locks. Nothing is locked there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an
 
 
 def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
-    """Call `take` until it returns anything but False, for at most `wait_s` seconds; return its last result."""
+    """Call `take` until its result is not False, for at most `wait_s` seconds; return the last result."""
     until, pause_s = time.monotonic() + wait_s, 0.0002
     while (is_taken := take()) is False and time.monotonic() < until:
         time.sleep(pause_s)
@@ -28,15 +28,15 @@ def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
 
 
 class OwnedFile:
-    """An open file or folder of this process alone, until `close`, or until this object is freed.
+    """An open file or folder. It is closed by `close`, or when this object is freed.
 
-    A lock ends when the last process that has the file open closes it. So a forked child closes its copy: otherwise it
-    would keep the lock of a parent that is killed.
+    The kernel releases a lock when all processes that have the file open have closed it. So a forked child closes its copy.
+    Otherwise the child would keep the lock of a parent that is killed.
 
     Attributes:
-        path: Path with which the file or folder was opened.
+        path: Path of the file or folder.
         fd: Descriptor; -1 after `close`.
-        in_children: True if forked children keep their copies.
+        in_children: True if forked children keep their copies of the descriptor.
 
     Threads/fork: any thread.
     """
@@ -55,10 +55,11 @@ class OwnedFile:
 
 
 class Flock(OwnedFile):
-    """An exclusive lock on a file or folder until `close`; the constructor waits for it up to `wait_s` seconds.
+    """An exclusive lock on a file or folder until `close`. The constructor waits for the lock for at most `wait_s` seconds.
 
     Attributes:
-        is_locked: False if another process holds the lock, None if the file system has no locks.
+        is_locked: True if this object holds the lock, False if another process holds it, None if the file system has no
+            locks.
     """
 
     def __init__(self, path: str, flags: int = os.O_RDONLY, wait_s: float = 0.0) -> None:
@@ -66,7 +67,7 @@ class Flock(OwnedFile):
         self.is_locked = wait_for(lambda: _flock(self.fd, fcntl.LOCK_EX), wait_s)
 
     def close(self) -> None:
-        """Release the lock, if taken, and close the file or folder."""
+        """Release the lock, if this object holds it, and close the file or folder."""
         if self.fd >= 0 and self.is_locked:
             # Closing is not enough if a child that was forked just now has not closed its copy yet.
             fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -80,7 +81,7 @@ class Flock(OwnedFile):
 
 
 def _flock(fd: int, kind: int) -> bool | None:
-    """Take a lock if it is free. Return False if it is held elsewhere, None if there are no locks."""
+    """Take a lock. Return False if another process holds it, None if the file system has no locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -94,7 +95,7 @@ def _flock(fd: int, kind: int) -> bool | None:
 def locked_folder(folder: str) -> Iterator[bool]:
     """Hold the lock of a folder, which protects changes of shared files in it.
 
-    Yields False, and has no effect, if the file system has no locks. NFS has none for folders.
+    Yields True with the lock, and False if the file system has no locks on folders, for example NFS.
 
     Raises:
         FileExistsError: Another process still held the lock after 60 s.
@@ -107,9 +108,10 @@ def locked_folder(folder: str) -> Iterator[bool]:
 
 
 def is_being_written(folder: str) -> bool:
-    """Return whether a writer of shards, or a write by Ray, is active in a folder; its new shards may be unlisted.
+    """Return whether a writer of shards, or a write by Ray, is active in a folder.
 
-    Without locks, it counts as active until its lock file is deleted.
+    The manifest may not list the new shards of an active writer yet. On a file system without locks, a writer counts as
+    active until its lock file is deleted.
     """
     return any(is_held(os.path.join(folder, name)) for name in os.listdir(folder) if _LOCK(name))
 

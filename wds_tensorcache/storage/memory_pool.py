@@ -23,7 +23,7 @@ class Pool:
 
     Args:
         max_idle_nbytes: Maximum total length of idle arenas. Arenas above the limit are returned to the system: at once if
-            those of one size alone exceed it, otherwise at the next lease.
+            the arenas of one size alone exceed the limit, otherwise at the next lease.
 
     Threads/fork/pickle: any thread. A forked child has private copies; a pickled copy is a new pool with the same limit.
     """
@@ -64,7 +64,7 @@ class Pool:
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
-        """Return idle arenas to the system, at least `nbytes` in total if there are so many; keep those of length `kept`."""
+        """Return `nbytes` or more bytes of idle arenas to the system, if possible, but no arenas of length `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
                 with contextlib.suppress(IndexError):  # another thread has taken the last one
@@ -72,7 +72,7 @@ class Pool:
                 nbytes -= size
 
     def close(self) -> None:
-        """Return all idle arenas to the system; from now on, do the same with each arena that becomes idle."""
+        """Return all idle arenas to the system. An arena that becomes idle later is returned at once."""
         self._closed = True
         self._leases.clear()  # each arena is freed with the last reference to its array
         self._idle.clear()

@@ -89,7 +89,7 @@ class Output:
         self._failure = self._failure or failure
 
     def _hand_over(self) -> None:
-        """Write the stage, in the thread if it contains a piece that is not small."""
+        """Write the stage: in the caller's thread if all its pieces are small, otherwise in the writing thread."""
         self._wait(0 if self._is_small else _MAX_STAGES - 1)
         if self._filled and self._is_small:
             self._write([self._stage[: self._filled]])
@@ -100,7 +100,7 @@ class Output:
         self._filled, self._is_small = 0, True
 
     def _wait(self, remaining: int) -> None:
-        """Wait until the thread has at most `remaining` stages left to write."""
+        """Wait until the writing thread has at most `remaining` stages left to write."""
         while len(self._writing) > remaining:
             self._writing.popleft().result()
         self.check()
@@ -137,7 +137,7 @@ class Output:
             start_writeback(fd, begin, nbytes)
 
     def finish(self) -> None:
-        """Give the file its final path; raise FileExistsError if there is one already."""
+        """Give the file its final path; raise FileExistsError if the path exists."""
         self.flush()
         if self._fsync:
             os.fsync(self._file.fileno())

@@ -32,11 +32,11 @@ def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool
 
 
 def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """Open a file of this user alone, in the folder with the descriptor `dir_fd`, if any; return its descriptor and status.
+    """Open a file of this user alone; return its descriptor and status. `path` is relative to the folder `dir_fd`, if given.
 
     Raises:
         OSError: The file does not exist, or is a symbolic link.
-        PermissionError: It is not a regular file of this user alone.
+        PermissionError: The file is not a regular file of this user alone.
     """
     name = path if dir_fd is None else os.path.basename(path)
     try:
@@ -54,7 +54,7 @@ def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, o
 
 
 def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
-    """Create a file of this user alone with `content`, and reserve `nbytes` bytes in all, as zeros; 0 reserves none.
+    """Create a file of this user alone with `content`, extended with zeros to `nbytes` bytes of reserved disk space.
 
     Raises:
         FileExistsError: The path exists.
@@ -73,7 +73,7 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
 
 @contextlib.contextmanager
 def explain_no_space(path: str, content: str) -> Iterator[None]:
-    """Add sizes and the remedy to the OSError of a full file system; `content` names what is written to `path`."""
+    """Add sizes and the remedy to the OSError of a full file system. The message says that `content` needs space at `path`."""
     try:
         yield
     except OSError as exc:

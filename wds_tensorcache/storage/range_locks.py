@@ -1,4 +1,4 @@
-"""Locks on byte ranges of a file, which the kernel releases when all processes that have the file open are gone."""
+"""Locks on byte ranges of a file. The kernel releases them when all processes that have the file open have ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 def lock_range(fd: int, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock bytes for the open file of a descriptor; see `RangeLocks.lock`."""
+    """Lock bytes of the open file with descriptor `fd`; see `RangeLocks.lock`."""
     kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     try:
@@ -34,8 +34,8 @@ class RangeLocks(OwnedFile):
     """An open file whose bytes can be locked: exclusively by one holder, or shared by any number of holders.
 
     The holder of a lock is this object, not a thread or a process (Linux, "open file description locks"). Two objects of this
-    class exclude each other, even in one thread. The kernel releases the locks when the last process that has this object's
-    file open closes it or ends.
+    class exclude each other, even in one thread. The kernel releases the locks when the last process with this
+    object's open file closes the file or ends.
 
     Args:
         path: Path of an existing file.
@@ -57,15 +57,19 @@ class RangeLocks(OwnedFile):
         super().__init__(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
-        """Lock `length` bytes from byte `begin` on, or all bytes from there on if `length` is 0.
+        """Lock `length` bytes from byte `begin` on, or all later bytes if `length` is 0.
+
+        Args:
+            shared: Let other holders share the lock. Otherwise the lock is exclusive.
+            wait: Wait until no other holder has a conflicting lock.
 
         Returns:
-            True if the lock was taken; False if `wait` is False and another holder has locked one of the bytes.
+            True if the lock was taken; False if `wait` is False and another holder has a conflicting lock.
         """
         return lock_range(self.fd, begin, length, shared=shared, wait=wait)
 
     def unlock(self, begin: int, length: int = 1) -> None:
-        """Release the locks of this object on `length` bytes from byte `begin` on, or on all bytes from there on if it is 0."""
+        """Release this object's locks on `length` bytes from byte `begin` on, or on all later bytes if `length` is 0."""
         if self.fd < 0:
             return  # closed, for example in a child that was forked while a lock was held
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, begin, length, 0))

@@ -1,4 +1,4 @@
-"""Read a file once from beginning to end, in pieces; the threads of a pool, if there is one, read ahead."""
+"""Read a file once from beginning to end, in pieces. The threads of an optional pool read ahead."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ReadAhead:
         file: File to read.
         readers: Threads that read ahead.
 
-    Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more, recycled by the next file.
+    Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more. The next file recycles them.
     """
 
     def __init__(self, file: Readable, readers: Readers) -> None:

@@ -44,7 +44,7 @@ def file_system(path: str) -> tuple[str, bool]:
 
 
 def device_kind(device: int, path: str) -> tuple[str, bool]:
-    """Return `file_system` of a path on a device, `st_dev`; it is looked up once for each device."""
+    """Return the result of `file_system` for a path on the device `st_dev`, cached for each device."""
     if device not in _DEVICES:
         _DEVICES[device] = file_system(path)
     return _DEVICES[device]

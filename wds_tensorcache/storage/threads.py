@@ -43,10 +43,10 @@ class Threads(ThreadPoolExecutor):
 
 
 def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Return a function that returns `make()`, made at its first call in this process.
+    """Return a function that calls `make` once in each process, and returns the result.
 
-    A forked child has none of its parent's threads, and a lock that one of them held remains locked. So executors, and
-    locks that a thread may hold during a fork, are made again in the child.
+    A forked child has no threads of its parent, and locks that these threads held remain locked. So executors, and locks
+    that a thread may hold during a fork, are made again in the child.
     """
     values: dict[int, _Result] = {}  # by process id; in a forked child, the parent's value is kept, but not used
 

@@ -29,12 +29,13 @@ _CHANGED_BY_PATHLIB = re.compile(r"(?:s3|gs|az|https?|hf):/(?!/)", re.IGNORECASE
 
 
 class SecretUrl(str):
-    """The public text of a web server's url, with the secrets that its requests need; texts made from it are public, too.
+    """The public text of a web server's url, with the secrets that its requests need. Texts made from it contain no secrets.
 
     Urls are equal if their texts and secrets are, so two revisions of an object, chosen by queries, are two keys of a dict.
 
-    Threads/fork/pickle: pickles that `multiprocessing` sends to other processes of this program have the secrets; no other
-        pickle has them, since it may become a file. After such a pickle, requests that need the query raise RemoteError.
+    Threads/fork/pickle: pickles that `multiprocessing` sends to other processes of this program contain the secrets. All
+        other pickles may become files, so they leave the secrets out. A url from such a pickle raises RemoteError in
+        requests that need the query.
 
     Attributes:
         query: The query; None if a pickle left it out.
@@ -77,7 +78,7 @@ ForkingPickler.register(SecretUrl, lambda url: (SecretUrl, url._parts()))
 
 
 def _split(url: str) -> tuple[str, str, str, str, str]:
-    """Return scheme, user info with its `@`, host, path, and a web server's query and fragment, with their marks.
+    """Return scheme, user info with its `@`, host, path, and a web server's query and fragment with their `?` and `#`.
 
     Unlike `urlsplit`, it drops no characters, and it leaves `?` and `#` in the keys of object stores.
     """
@@ -91,7 +92,7 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
 
 
 def conceal(url: str) -> str:
-    """Return a url from the caller without user name, password, query and fragment: a `SecretUrl` if it has any secrets.
+    """Remove user name, password, query and fragment from the caller's url; return a `SecretUrl` if it has any secrets.
 
     Raises:
         ValueError: The url of an object store has a user name or a password.
@@ -112,7 +113,7 @@ def conceal(url: str) -> str:
 
 
 def keep_secrets(url: str, public: str) -> str:
-    """Return the url of another object, whose requests need the same secrets as those of `url`."""
+    """Return the url `public` with the secrets of `url`, for requests of another object on the same server."""
     return SecretUrl(public, url.query, url.credentials) if isinstance(url, SecretUrl) else public
 
 
@@ -174,7 +175,7 @@ def is_web(url: str) -> bool:
 def join_url(folder: str, name: str) -> str:
     """Return the url of the object `name`, which may contain slashes, in a folder.
 
-    In a web server's url, `name` is percent-encoded, and the folder's secrets, if any, are kept.
+    In a web server's url, `name` is percent-encoded. The url keeps the folder's secrets.
     """
     if not is_web(folder):
         return folder.rstrip("/") + "/" + name
@@ -184,14 +185,14 @@ def join_url(folder: str, name: str) -> str:
 
 
 def name_of(url: str) -> str:
-    """Return the last part of an object's name. That of a web server's url is decoded."""
+    """Return the last part of an object's name, percent-decoded if the url is a web server's."""
     if not is_web(url):
         return url.rpartition("/")[2]
     return unquote(_split(url)[3].rpartition("/")[2])
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return three parts of a url: scheme and server or bucket; the path; and a web server's query, with its mark."""
+    """Return a url's scheme with its server or bucket, its path, and a web server's query with its `?`."""
     scheme, user_info, host, path, rest = _split(url)
     return f"{scheme}://{user_info}{host}", path, rest
 
@@ -218,7 +219,7 @@ def origin_of(url: str) -> str:
 
 @lru_cache(4096)
 def web_url(url: str) -> str:
-    """Return a web server's url as it is sent: without credentials and fragment. urllib3 percent-encodes the rest.
+    """Return a web server's url for a request, without credentials and fragment. urllib3 percent-encodes it.
 
     Raises:
         ValueError: The url has control characters, no server, or an impossible port.

@@ -1,1 +1,1 @@
-"""Commands that show what a cache contains."""
+"""Commands that show the content of a cache."""

@@ -51,9 +51,9 @@ def cat_command(
 ) -> None:
     """Write the tensor or small value NAME of the sample KEY in CACHE to stdout, as in `cat CACHE KEY NAME > x.npy`.
 
-    numpy has no bfloat16 and float8; write these with --as safetensors. Strings and bytes are written as they are, other small
-    values as JSON. Nothing binary is written to a terminal. With --json, tensors are numbers in nested arrays, and a member is
-    base64.
+    numpy has no bfloat16 and no float8; write these dtypes with --as safetensors. Strings and bytes are written unchanged,
+    and other small values as JSON. Binary content is not written to a terminal. With --json, a tensor becomes nested arrays
+    of numbers, and a member becomes base64.
     """
     if (name is None) == (member is None):
         raise click.UsageError("expected either the NAME of a tensor or small value, or --member")
@@ -133,7 +133,7 @@ def _dtype(lazy: Lazy) -> str:
 
 
 def _is_text(content: bytes) -> bool:
-    """Return whether a terminal may get these bytes: they are printable text."""
+    """Return whether bytes are printable text, which may be written to a terminal."""
     try:
         return content.decode().replace("\n", "").replace("\t", "").isprintable()
     except UnicodeDecodeError:
@@ -141,7 +141,7 @@ def _is_text(content: bytes) -> bool:
 
 
 def _open_stdout(is_text: bool = False) -> Any:
-    """Return the binary stdout; refuse a terminal unless the content is text."""
+    """Return stdout for bytes; raise an error if it is a terminal and the content is not text."""
     if sys.stdout.isatty() and not is_text:
         raise click.UsageError("this is binary: redirect it to a file, as in `> FILE`")
     return sys.stdout.buffer

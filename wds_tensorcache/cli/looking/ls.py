@@ -28,8 +28,8 @@ def ls_command(
 ) -> None:
     """List the samples in CACHE: bytes of their tensors, and keys.
 
-    CACHE is a folder, a shard, a manifest, or a pattern in quotes such as 'cache/train-*.tar'; or the url of one of these. With
-    --long, the name from which a key was made, such as the path of a photo, follows the key. No tensor is read.
+    CACHE is a folder, a shard, a manifest, a pattern in quotes such as 'cache/train-*.tar', or a url. With --long, each key is
+    followed by the original name of the sample, such as the path of a photo. No tensor is read.
     """
     output = Output(as_json)
     with open_cache(path, cache_name) as cache:

@@ -19,7 +19,7 @@ _NOT_FINITE = "!"
 
 
 def values_text(values: ValueStatistics) -> Text:
-    """Return minimum, mean, maximum, and the numbers of NaN and infinity, which are red unless they are 0.
+    """Return minimum, mean, maximum, and the counts of NaN and infinity. A count that is not 0 is red.
 
     A single finite number is returned alone.
     """
@@ -52,7 +52,7 @@ def heat_map(plane: Any, console: Console, width: int, height: int) -> list[Text
     """Return at most `height` lines of `width` characters that show a plane of a tensor, float32 `[1, H, W]`.
 
     With colors, each line shows two rows of the plane. Proportions are kept if the longer side of the plane is at most four
-    times the other.
+    times the shorter side.
     """
     rows, columns = plane.shape[1:]
     if rows <= 4 * columns and columns <= 4 * rows:  # a character is about twice as high as it is wide

@@ -19,7 +19,7 @@ from wds_tensorcache.reading.description import Description
 def schema_command(path: str, cache_name: str | None, as_json: bool) -> None:
     """Show names, dtypes and shapes of the tensors in CACHE, and types of other values.
 
-    Tensors of all samples are counted in the indexes; values are those of at most 64 samples. No tensor is read.
+    Tensors of all samples are counted from the indexes. Values come from at most 64 samples. No tensor is read.
     """
     output = Output(as_json)
     with open_cache(path, cache_name) as cache:

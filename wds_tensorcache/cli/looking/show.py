@@ -52,8 +52,8 @@ def show_command(
     """Show the sample KEY in CACHE: its structure, values, tensors and other members.
 
     A heat map shows one plane of a tensor, such as the first channel of a latent or of a video's middle frame: dark for
-    low values, bright for high values, red for NaN and infinity. Colors range from the 1st to the 99th percentile. --tensor
-    shows more planes.
+    low values, bright for high values, red for NaN and infinity. Colors range from the 1st to the 99th percentile. Use
+    --tensor to show more planes.
     """
     output = Output(as_json)
     maps = output.is_terminal if maps is None else maps
@@ -131,7 +131,7 @@ def _measure(key: str, lazy: Lazy) -> ValueStatistics | None:
 
 
 def _preview(content: bytes) -> str:
-    """Return the beginning of a text; `""` for other bytes."""
+    """Return the beginning of a member that is text; `""` for a binary member."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -176,7 +176,7 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
 
 
 def _show_maps(output: Output, lazy: Lazy) -> None:
-    """Draw planes of a tensor, several beside each other if the terminal is wide."""
+    """Draw planes of a tensor, side by side if the terminal is wide."""
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape)
     if planes is None:
         return

@@ -44,8 +44,8 @@ class _Samples(click.ParamType):  # type: ignore[type-arg]
 def stats_command(path: str, samples: int | None, cache_name: str | None, as_json: bool) -> None:
     """Show statistics of CACHE: sizes, shapes, numbers, histograms and repeated tensors.
 
-    Sizes, shapes and dtypes are those of all samples. Numbers are those of --samples samples at equal distances from each
-    other, read once and in bounded memory.
+    Sizes, shapes and dtypes cover all samples. Numbers and histograms cover --samples samples at equal distances from each
+    other, which are read once, in bounded memory.
     """
     output = Output(as_json)
     with open_cache(path, cache_name) as cache, output.progress("reading samples") as show:

@@ -36,7 +36,7 @@ class Limits:
         text_nbytes: Bytes of all small values together, as they are encoded in the page.
         num_pictures: Number of pictures.
         picture_side: Maximum of width and height of a picture in pixels.
-        picture_nbytes: Maximum size of the first picture's PNG in bytes; the other pictures may have half of it.
+        picture_nbytes: Maximum size in bytes of the PNG of the first picture; each other picture may take half as much.
         num_tensors: Number of tensors whose statistics are listed.
     """
 
@@ -48,7 +48,7 @@ class Limits:
 
 
 def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
-    """Return a sample for JSON. If it cannot be read, it has a mark, and the message in `error`."""
+    """Return a sample for JSON. A sample that cannot be read has a mark, and the error message in `error`."""
     card = _new_card(survey, index) | {"tensors": [], "num_more": 0, "pictures": [], "marks": []}
     try:
         sample = survey.cache[index]
@@ -117,7 +117,7 @@ def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
-    """Return the rank of a value as the text of a sample; `(0,)` if it cannot be the text."""
+    """Return the rank of a value among the candidates for the text of a sample; `(0,)` if it is not a candidate."""
     is_text = isinstance(value, str) or (
         isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in islice(value, 8))
     )

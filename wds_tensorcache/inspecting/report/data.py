@@ -129,7 +129,7 @@ def _histogram_record(values: ValueStatistics) -> dict[str, Any] | None:
 
 
 def file_limits(num_samples: int) -> Limits:
-    """Return limits with which `num_samples` samples take less than 10 MB in a file."""
+    """Return limits that keep `num_samples` samples below 10 MB in a file."""
     num_samples = max(num_samples, 1)
     share = _PICTURES_NBYTES * 3 // 4 // num_samples
     num_pictures = 3 if share > 12_000 else 1

@@ -1,4 +1,4 @@
-"""Build the page: one HTML file with its style, script and data; its policy forbids all requests."""
+"""Build the page: one HTML file with its style, script and data. Its policy forbids requests to other servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build_page(report: dict[str, Any], *, is_served: bool = False) -> bytes:
 
 
 def policy_of(style: str, script: str, is_served: bool) -> str:
-    """Return the Content-Security-Policy: this style, this script, pictures in the page, and nothing else."""
+    """Return the Content-Security-Policy. It allows this style and script, embedded pictures, and requests if served."""
     rules = {
         "default-src": "'none'",
         "script-src": _digest(script),

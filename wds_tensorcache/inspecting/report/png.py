@@ -32,7 +32,7 @@ def paint(planes: Array, colors: Colors, kind: str) -> Array:
 
 
 def fit_png(planes: Array, colors: Colors, kind: str, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:
-    """Return a PNG of at most about `max_nbytes`, and its width and height. Colors become coarser before the size shrinks.
+    """Return a PNG of at most about `max_nbytes`, and its width and height. A large PNG gets coarser colors, then fewer pixels.
 
     A picture keeps its proportions; a map has at most 128 columns and 48 rows.
     """

@@ -37,9 +37,9 @@ _HEADERS = {
 class PageServer(ThreadingHTTPServer):
     """A server of one page and its samples, on 127.0.0.1 only.
 
-    Each request must have a random token: that of the page in its address, and those of its script in the header `X-Token`.
-    Other pages cannot send this header. The header `Host` must name this machine, because a hostile site can make its own name
-    point here. No part of a request reaches the file system.
+    Each request must contain a random token: in the address of the page, and in the header `X-Token` of requests by its script.
+    Other pages cannot send this header. The header `Host` must name this machine, because the name of a hostile site may
+    resolve to 127.0.0.1. No text from a request is used as a path of a file.
 
     Args:
         survey: Survey of some samples, made with `for_page=True`.
@@ -73,7 +73,7 @@ class PageServer(ThreadingHTTPServer):
     def search(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
         """Return up to `count` samples that contain all words, from index `begin` on, and the index at which to continue.
 
-        Answers after 0.7 s with the matches so far, but examines at least one sample.
+        Return the matches so far after 0.7 s, but examine at least one sample.
         """
         samples: list[dict[str, Any]] = []
         deadline = time.monotonic() + _SEARCH_S

@@ -1,11 +1,12 @@
-"""The file of one cached object: its bytes at their own offsets, then a header, then a byte for each block.
+"""The file of one cached object: its bytes at their own offsets, then a header, then a map with a byte for each block.
 
 The file is sparse. A block is present if its byte in the map is 1, which is written after the block. A crash of the machine may
-lose blocks and keep the map. So the header names the boot, and files of an earlier boot are not used. The map is the last part
-of the file, so that a file that was cut short has lost its map, too.
+lose blocks and keep the map. So the header names the boot, and files of an earlier boot are not used. The map is at the end, so
+a truncated file has no valid map.
 
-A file is evicted by removing its name. A reader that has it open finds out by `is_current`. The file is then truncated as well,
-unless a process has mapped it, since reading the map would kill that process. A process holds a lock while it has a map.
+Eviction removes the name of a file. A reader that has the file open detects this with `is_current`. The file is then truncated,
+unless a process has mapped it into memory: reading the truncated file there would kill the process. A process holds a lock on
+each file that it has mapped.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def write_layout(path: str, digest: bytes, nbytes: int) -> None:
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object; return None if it does not exist, is not such a file, or is damaged.
+    """Open the file of an object; return None if the file does not exist, is not a block file, or is damaged.
 
     Raises:
         OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
@@ -75,7 +76,7 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
 
 
 class BlockFile(ShardFile):
-    """An open file of one object, which readers use like a local shard; it has no map until `allow_map`.
+    """An open file of one object, which readers use like a local shard. Only `allow_map` lets them map it into memory.
 
     Threads/fork: any thread; a forked child shares the open file.
 
@@ -105,7 +106,7 @@ class BlockFile(ShardFile):
     def is_current(self) -> bool:
         """Return whether the file was neither evicted nor removed. Cost: one system call.
 
-        If so, bytes that were read before this call, from blocks that were present, are right.
+        If it returns True, all bytes that were read from present blocks before this call are valid.
         """
         status = os.fstat(self.fd)
         is_whole = status.st_nlink > 0 and status.st_size == self._nbytes_in_all
@@ -132,7 +133,7 @@ class BlockFile(ShardFile):
 
         Args:
             runs: Ranges of blocks, `[first, last)`.
-            refresh: Look into the file for blocks that other processes have stored, by one system call for each run.
+            refresh: Also read the map in the file, which shows the blocks of other processes: one system call for each run.
         """
         present, absent_runs = self._present, []
         for first, last in runs:

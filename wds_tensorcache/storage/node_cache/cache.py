@@ -26,7 +26,7 @@ def open_node_cache(
 
 
 def read_remote(ranges: Iterable[Range]) -> None:
-    """Read ranges of remote files, through their caches if they have some; see `fetch_many`."""
+    """Read ranges of remote files, each through its cache if it has a cache; see `fetch_many`."""
     by_cache: dict[NodeCache | None, list[Range]] = {}
     for extent in ranges:
         by_cache.setdefault(extent[0].cache if isinstance(extent[0], CachedFile) else None, []).append(extent)
@@ -35,12 +35,12 @@ def read_remote(ranges: Iterable[Range]) -> None:
 
 
 class NodeCache:
-    """The cache in a folder.
+    """A cache of remote files in a local folder.
 
     Args:
         folder: Folder of the cache.
         fetch: Function that reads ranges of remote files.
-        max_open: The most local files that stay open while no read needs them.
+        max_open: Maximum number of local files that stay open while no read needs them.
 
     Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.
     """
@@ -57,7 +57,7 @@ class NodeCache:
     def file(
         self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
     ) -> CachedFile:
-        """Return a remote file that is read through this cache; the arguments are those of `RemoteFile`."""
+        """Return a remote file that is read through this cache. `RemoteFile` takes the same arguments."""
         return CachedFile(self, url, nbytes, tag, manifest)
 
     def read_many(self, ranges: Sequence[Range]) -> None:
@@ -130,7 +130,7 @@ class NodeCache:
             warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=user_level())
 
     def _local(self, file: CachedFile) -> BlockFile | None:
-        """Return the local file, opened or created if needed; None if there is none and the cache is resting.
+        """Return the local file, opened or created if needed; None if it is not open and the cache is paused.
 
         Raises:
             Bypass: There is no room for the file.
@@ -155,7 +155,7 @@ class NodeCache:
                 self._open.pop(digest, None)
 
     def find_local(self, file: CachedFile, now_s: float) -> BlockFile | None:
-        """Return the local file if it is open. It may have been evicted. `now_s` is the time of `time.monotonic`."""
+        """Return the local file if it is open. It may have been evicted. `now_s` is the current time by `time.monotonic`."""
         block_file = self._open.get(file.digest) if file.digest else None
         if block_file is not None:
             block_file.note_use(now_s)

@@ -1,4 +1,4 @@
-"""Fetch absent blocks: each by one process of the node, while other processes fetch other blocks or wait for it."""
+"""Fetch absent blocks. One process of the node fetches each block, while other processes fetch other blocks or wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def block_runs(begins: Sequence[int], ends: Sequence[int], gap: int = 0) -> Bloc
 
 @contextmanager
 def _errors_of_disk() -> Iterator[None]:
-    """Raise Bypass for an OSError; not for use around requests, because errors of servers are OSErrors, too."""
+    """Raise Bypass for an OSError of the disk. Do not use this around requests, whose errors are OSErrors, too."""
     try:
         yield
     except OSError as exc:
@@ -59,7 +59,7 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
     Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
 
     Raises:
-        Bypass: Some of the blocks remain absent.
+        Bypass: Not all blocks could be fetched into the cache.
         Exception: An error of `fetch`.
     """
     while wanted:
@@ -80,7 +80,7 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
 
 
 def _open_locks(entry: Wanted) -> RangeLocks | None:
-    """Open a file for locks of its blocks; return None if it was evicted. A thread's locks exclude other threads, too."""
+    """Open a file for locks of its blocks; return None if it was evicted. The locks also exclude other threads."""
     try:
         locks = RangeLocks(entry.file.path)
     except OSError:
@@ -126,7 +126,7 @@ def _wait(busy: Sequence[Wanted]) -> None:
 
 
 def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
-    """Fetch and publish blocks in waves, which bound the memory that they take."""
+    """Fetch and publish blocks in waves, to bound the use of memory."""
     step = _MAX_REQUEST_NBYTES // BLOCK
     pieces = [
         (entry, (at, min(last, at + step)))

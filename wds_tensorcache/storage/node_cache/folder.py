@@ -38,7 +38,7 @@ _SPARE = 64  # eviction frees this part of the limit at once, so that it does no
 
 
 class Bypass(Exception):
-    """Signal to read bytes without the cache. The message has the reason; it is empty if the next read may find room.
+    """A signal to read bytes without the cache. Its message is the reason; it is empty if the next read may find room.
 
     Attributes:
         rest_s: Time in seconds before the next attempt.
@@ -64,13 +64,14 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
 
     Raises:
         NotImplementedError: The system is not Linux, whose locks on byte ranges belong to open files, not to processes.
-        ValueError: `max_nbytes` is not positive; or the path is empty or a url, or on a network file system, which other nodes
-            use, too.
+        ValueError: `max_nbytes` is not positive, or the path is empty, a url, or on a network file system, which is shared by
+            several nodes.
         PermissionError: The folder belongs to another user, or other users may write into it.
-        NotADirectoryError: The path is a file, or leads through one.
+        NotADirectoryError: The path, or a parent folder in it, is a file.
         OSError: The folder cannot be created for any other reason.
 
-    If the disk is full or read-only, or permissions are missing, nothing is raised: reads warn once, and do without the cache.
+    No error is raised if the disk is full or read-only, or if permissions are missing. Reads then warn once and bypass the
+    cache.
     """
     if max_nbytes is not None and max_nbytes < 1:
         raise ValueError(f"cache_nbytes={max_nbytes}, expected at least 1, or None")
@@ -98,14 +99,14 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
 
 
 class CacheFolder:
-    """A checked folder. Files of other programs in it are ignored: never counted, changed or deleted.
+    """The checked folder of a cache. Files of other programs in it are never counted, changed or deleted.
 
     Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.
 
     Attributes:
         path: Absolute path.
-        max_nbytes: The most bytes that the files of the folder may take on disk together; None for all but a fiftieth of the
-            file system.
+        max_nbytes: Maximum number of bytes that the files of the folder may take on disk together; None for all but a
+            fiftieth of the file system.
     """
 
     def __init__(self, path: str, max_nbytes: int | None) -> None:
@@ -116,7 +117,7 @@ class CacheFolder:
         """Open the file of an object, or create it.
 
         Raises:
-            Bypass: There is no room for it.
+            Bypass: There is no room for the file.
             OSError: The folder or its disk cannot be written.
         """
         path = os.path.join(self.path, digest.hex() + SUFFIX)
@@ -140,7 +141,7 @@ class CacheFolder:
         """Allocate disk space for absent blocks, which the caller has locked; evict other files if needed.
 
         Raises:
-            Bypass: There is no room for all of them.
+            Bypass: There is no room for all blocks.
             OSError: The folder or its disk cannot be written.
         """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
@@ -155,11 +156,11 @@ class CacheFolder:
     def _make_room(self, needed: int, space: int) -> None:
         """Count `needed` more bytes as in use; evict files first if they do not fit.
 
-        The number in the file `space` may be too large, never too small: a process may be killed after it has increased it,
-        and does not correct it if it needed less. So a number above the limit is counted again.
+        The number in the file `space` may be too large, but is never too small. For example, a process may be killed after
+        it has increased the number. So the files are counted again if the number exceeds the limit.
 
         Raises:
-            Bypass: They cannot fit.
+            Bypass: The bytes cannot fit.
         """
         limit = inf if self.max_nbytes is None else self.max_nbytes - BLOCK  # `space` itself takes a block
         if needed > limit:
@@ -175,13 +176,13 @@ class CacheFolder:
         os.pwrite(space, (nbytes + needed).to_bytes(8, "little"), 0)
 
     def _evict(self, needed: int, limit: float, free: int) -> int:
-        """Remove the least recently used files that no process is filling, until `needed` more bytes fit, and a small reserve.
+        """Remove the least recently used files that no process is filling, until `needed` bytes and a small reserve fit.
 
         Returns:
             The number of bytes that the remaining files take on disk.
 
         Raises:
-            Bypass: They cannot fit.
+            Bypass: The bytes cannot fit.
         """
         files = sorted(self._files())
         nbytes = sum(file_nbytes for _, file_nbytes, _ in files)
@@ -200,7 +201,7 @@ class CacheFolder:
         return nbytes - freed
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Yield time of the last use, bytes on disk, and path of each file of the cache."""
+        """Yield the time of the last use, the bytes on disk, and the path of each file of the cache."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _FILE(entry.name) and entry.is_file(follow_symlinks=False):

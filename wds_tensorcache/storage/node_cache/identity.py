@@ -18,10 +18,10 @@ _SIGNATURES = re.compile(
 
 
 def digest_of(url: str, info: ObjectInfo) -> bytes:
-    """Return 32 bytes that stand for one state of an object. The url cannot be recovered from them.
+    """Return a digest of 32 bytes that identifies one state of an object. It does not reveal the url.
 
-    Without a strong ETag, whose equality stands for equal bytes, they also depend on the user name and the whole query: two
-    revisions of an object may have the same date.
+    Without a strong ETag, the digest also depends on the user name and the whole query, because two revisions of an object
+    may have the same date.
     """
     plain = unsigned(url)
     if is_web(url) and not (info.tag or "").startswith('"'):

@@ -1,4 +1,4 @@
-"""The protocol of clients of servers and object stores; one client for each bucket, and for each user of a server."""
+"""The protocol of all clients of servers and object stores, and the client for a url."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Client(Protocol):
     """A reader of the objects of one server or bucket. Each method is one attempt, which `Request.repeat` repeats.
 
     Raises (all methods):
-        TransientError: A fault that may pass. `request.at` is after the bytes that need not be read again.
+        TransientError: A fault that may pass. The next attempt reads from `request.at` on.
         FileNotFoundError: The object does not exist.
         FormatError: The object does not have the state `request.state`.
         RemoteError: The request failed for another reason.
@@ -31,13 +31,13 @@ class Client(Protocol):
         ...
 
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
-        """Fill 1-D byte buffers, in order, from offset `request.at` to `request.end`; return the object's state."""
+        """Read the bytes `[request.at, request.end)` into 1-D byte buffers, in order; return the object's state."""
         ...
 
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
         """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter.
 
-        Return None if the server needs the object's length for that.
+        Return None if the server cannot read a tail without the object's length.
         """
         ...
 
@@ -54,11 +54,11 @@ _clients: Callable[[], _Clients] = per_process(dict)
 def client_for(url: str) -> Client:
     """Return the client for a url: one for each bucket, and for each server and user.
 
-    Do not keep it: a forked child needs another client.
+    Do not keep the client: a forked child needs another client.
 
     Raises:
-        ValueError: The url has no scheme of `SCHEMES`.
-        ImportError: A package is missing; the message says which extra to install.
+        ValueError: The scheme of the url is not in `SCHEMES`.
+        ImportError: A package is missing; the message names the extra to install.
         RemoteError: The store cannot be opened, for example because options are missing, or the process was forked.
     """
     key = origin_of(url), credentials_of(url)

@@ -1,4 +1,4 @@
-"""Read ranges of remote objects, by up to 128 requests at a time. Faults are retried here."""
+"""Read ranges of remote objects, by up to 128 requests at a time, and retry failed requests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
 
 
 class _Counts(threading.local):
-    """Number of requests of `fetch_many` for the current thread so far."""
+    """The number of requests that `fetch_many` has made for the current thread."""
 
     num_requests = 0
 
@@ -78,17 +78,17 @@ class _Range:
 def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
     """Read many ranges at once, straight into the caller's memory.
 
-    Ranges of one file are read in the order of their offsets. One request fetches near ranges, if the bytes between them cost
-    less time than another request. A range of more than 4 MiB is fetched by several requests.
+    Ranges of one file are read in the order of their offsets. One request fetches several near ranges if the bytes between
+    them take less time than another request. Several requests fetch a range of more than 4 MiB.
 
     Args:
         ranges: For each range, the file, the offset of its first byte, and 1-D byte buffers that it fills in order.
-        merges: Let one request fetch near ranges. Otherwise one request fetches only adjacent ones.
+        merges: Let one request fetch near ranges. Otherwise one request fetches only adjacent ranges.
 
     Raises:
         FormatError: A file has changed, or is too short.
         MissingShardError: A file does not exist.
-        RemoteError: A request failed. If several did, the error of the first in order is raised.
+        RemoteError: A request failed. If several requests failed, the error of the first request in order is raised.
 
     After this function has returned or raised, even by an interrupt, no thread writes into the buffers.
     """
@@ -126,7 +126,7 @@ def _plan(ranges: Ranges, merges: bool) -> list[_Range]:
 
 
 def largest_gap(url: str) -> int:
-    """Return the length of the gap between two ranges that takes as long to read as another request."""
+    """Return the length in bytes of a gap between two ranges that takes as long to read as another request."""
     pace = pace_of(url)
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
@@ -161,13 +161,13 @@ def stat(url: str) -> ObjectInfo:
 
 
 def read_head(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return the state of an object and its first `nbytes` bytes, or all of them."""
+    """Return the state of an object and its first `nbytes` bytes, or the whole object if it is shorter."""
     request = Request(url)
     return _run(lambda: request.repeat(lambda: client_for(url).read_head(request, nbytes)))
 
 
 def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return the state of an object and its last `nbytes` bytes, or all of them."""
+    """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter."""
     request = Request(url, nbytes=nbytes)
 
     def attempt() -> tuple[ObjectInfo, bytes]:
@@ -191,7 +191,7 @@ def list_objects(folder: str) -> list[str]:
 
 
 def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
-    """Begin to read into a buffer; return the future, for `wait_for`, and its `Cancel`."""
+    """Start to read into a buffer; return a future for `wait_for`, and the `Cancel` of the read."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
 
@@ -223,7 +223,7 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
 
 
 def wait_for(futures: Sequence[Future[Any]]) -> None:
-    """Wait until all futures are done or one has failed; end requests whose time is over."""
+    """Wait until all futures are done or one future has failed; end requests that exceed their time limits."""
     running = set(futures)
     while running:
         done, running = wait(running, retry.TICK_S, FIRST_EXCEPTION)

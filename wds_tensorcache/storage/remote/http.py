@@ -1,4 +1,4 @@
-"""Objects of web servers, by ranges: every response is compared with its request and the known state."""
+"""Read ranges of objects from web servers, and compare every response with its request and the known state."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 class HttpClient:
     """A client of one web server; see `Client`.
 
-    A server may send a strong ETag, a weak ETag, a date of modification, or nothing of that kind. A strong ETag is sent with
-    every read (`If-Match`), and a date as `If-Unmodified-Since`. Every response's tag and length are compared with the known
-    ones.
+    A server may send a strong ETag, a weak ETag, a date of modification, or none of them. The client sends a strong ETag with
+    every read (`If-Match`), and a date as `If-Unmodified-Since`. It compares the tag and the length in every response with
+    the known tag and length.
 
-    With a weak ETag or a date, some changes may go unnoticed: those within a second, and those that the server calls
-    equivalent. Without any of them, only the object's length is compared.
+    With a date, changes within a second may go unnoticed. With a weak ETag, changes that the server calls equivalent may go
+    unnoticed. Without a tag and a date, the client compares only the object's length.
 
-    Some servers ignore `Range`, and respond with the whole object. This client then keeps that body in a temporary file, and
-    reads from there. A server that has obeyed ranges, or says that it does, is first asked twice more: its proxy may respond
-    with whole objects only while it fetches them.
+    Some servers ignore `Range`, and respond with the whole object. The client then keeps the object in a temporary file, and
+    reads from this file. If the server has obeyed or announced ranges, the client first repeats the request twice, because a
+    proxy may respond with whole objects only while it fetches them.
 
     Threads/fork/pickle: as `Client`.
     """
@@ -48,14 +48,13 @@ class HttpClient:
         self._copies = Copies()
 
     def _locate(self, request: Request) -> str:
-        """Return the url for the request."""
         try:
             return web_url(reveal(request.url))
         except ValueError as exc:
             raise request.error(f"{exc}") from None
 
     def _tag(self, response: Response) -> str | None:
-        """Return the ETag, or else the date of modification; None if there is neither, or it cannot be sent in a header."""
+        """Return the ETag, or else the date of modification; None without both, or if a header cannot contain the value."""
         tag = (response.headers.get("ETag") or "").strip()
         if tag and not tag.startswith(('"', "W/")):
             tag = f'"{tag}"'  # some servers forget the quotes
@@ -71,7 +70,7 @@ class HttpClient:
 
     @contextmanager
     def _get(self, request: Request, text: str) -> Iterator[tuple[Response, ObjectInfo | None]]:
-        """Send a request for a range; yield the response and the state of the object, None if it is unknown."""
+        """Send a request for a range; yield the response, and the state of the object or None if it is unknown."""
         headers = {"Range": text, **self._conditions(request)}
         with self._transport.get(self._locate(request), headers, request) as response:
             state = None
@@ -155,7 +154,7 @@ class HttpClient:
     def _fill(
         self, response: Response, request: Request, buffers: Sequence[memoryview], state: ObjectInfo | None
     ) -> None:
-        """Read a body into buffers; after a cut, let `request` continue there if `state` has a strong ETag."""
+        """Read a body into buffers. If the body is cut short, the next attempt continues there if `state` has a strong ETag."""
         _check_body(response, request, sum(map(len, buffers)))
         begun, done = self.pace.begin(response.head_s), 0
         try:
@@ -183,7 +182,7 @@ class HttpClient:
             request.warn(f"{_IGNORED}; asking again. If it does so always, whole shards are read")
 
     def _keep(self, response: Response, state: ObjectInfo | None, request: Request) -> Copy:
-        """Return a copy of the whole object in a response that ignored the range."""
+        """Copy the whole object from a response that ignored the range; return the copy."""
         # a server that ignores the range of a request three times has no ranges until it obeys one
         if self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
             request.num_ignored += 1
@@ -200,7 +199,7 @@ class HttpClient:
 
 
 def _length_of(response: Response) -> int | None:
-    """Return `Content-Length`; None if it is missing or not a number."""
+    """Return the value of `Content-Length`; None if the header is missing or not a number."""
     text = (response.headers.get("Content-Length") or "").strip()
     return int(text) if _NUMBER.fullmatch(text) else None
 
@@ -211,7 +210,7 @@ def _show_range(response: Response) -> str:
 
 
 def _content_range(response: Response, request: Request) -> tuple[int, int, int | None]:
-    """Return the range `[begin, end)` of a partial response, and the object's length, or None if the header says `*`."""
+    """Return the range `[begin, end)` of a partial response, and the object's length; None for the length `*`."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     if not match or match[1] is None:
         raise request.error(f"a partial response with Content-Range {_show_range(response)}", 206)
@@ -229,7 +228,7 @@ def _check_range(response: Response, request: Request, begin: int, end: int) -> 
 
 
 def _total_of(response: Response) -> int | None:
-    """Return the object's length by the `Content-Range` of a refusal; None if it is missing."""
+    """Return the object's length from the `Content-Range` of a refusal; None if the header has no length."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     return int(match[3]) if match and match[3] != "*" else None
 
@@ -253,7 +252,7 @@ def _check_body(response: Response, request: Request, nbytes: int) -> None:
 
 
 def _refusal(response: Response, request: Request) -> Exception:
-    """Return the error for a status that another attempt would get again."""
+    """Return the error for a response with an unexpected status."""
     status = response.status
     if status == 412:
         return request.changed_error("the server has another version of it")

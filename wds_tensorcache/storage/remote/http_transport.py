@@ -37,10 +37,10 @@ _sent = threading.local()  # the request that a thread sends
 
 
 class _Head(HTTPResponse):
-    """The response of `http.client`, but heads that are damaged or cut short are errors.
+    """A response of `http.client` that raises errors for damaged and truncated heads.
 
-    `http.client` accepts a head that a dropped connection has cut short, and returns any interim head but `100 Continue` as the
-    response. urllib3 logs the url of a damaged head, with a query that may be a signature.
+    `http.client` accepts a head that a dropped connection has cut short. It also returns an interim head as the response,
+    unless the head is `100 Continue`. urllib3 logs the url of a damaged head, with a query that may be a signature.
     """
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
@@ -58,7 +58,7 @@ class _Head(HTTPResponse):
             raise HTTPException("the head is damaged, or was cut short")
 
     def _safe_read(self, amt: int) -> bytes:
-        """Read bytes between chunks; `http.client` does not check that a chunk ends where its size says."""
+        """Read bytes, and check that each chunk ends at its stated size, which `http.client` does not check."""
         read: bytes = super()._safe_read(amt)  # type: ignore[misc]
         if self.chunked and amt == 2 and read != b"\r\n":
             raise HTTPException("a chunk does not end where it should")
@@ -86,10 +86,10 @@ class Response:
 
     Attributes:
         status: HTTP status.
-        headers: Headers, by names in any case.
+        headers: Headers by name, case-insensitive.
         first_headers: Headers of the first response, which may be a redirect.
         head_s: Time from the request to the head, in seconds.
-        is_chunked: True if the body itself marks its end.
+        is_chunked: True if the body is sent in chunks, so that a truncated body can be detected.
     """
 
     def __init__(self, response: Any, request: Request, head_s: float) -> None:
@@ -157,16 +157,16 @@ class Transport:
     def get(self, url: str, headers: Mapping[str, str], request: Request) -> Response:
         """Send a GET request, follow redirects, and return the response once its head has arrived.
 
-        Credentials go to the client's own server alone, never to one to which it redirects.
+        Credentials are sent only to the client's own server, never to a server to which it redirects.
 
         Args:
-            url: As `web_url` returns it.
+            url: Url in the form that `web_url` returns.
 
         Returns:
             A response whose status is neither a redirect nor one of `TRANSIENT_STATUSES`.
 
         Raises:
-            TransientError: There was no connection, no whole head in time, or a status that may pass.
+            TransientError: The connection failed, the head did not arrive in time, or the status is transient.
             RemoteError: The server's name is unknown, its certificate is not trusted, or a redirect is refused.
         """
         seen = {url}
@@ -263,7 +263,7 @@ def _read_netrc(origin: str) -> str | None:
 
 
 def _redirect_target(url: str, location: str | None, request: Request, status: int) -> str:
-    """Return the address of a redirect; raise RemoteError if it is refused."""
+    """Return the target url of a redirect; raise RemoteError if the redirect is refused."""
     if not location:
         raise request.error("a redirect without an address", status)
     target = scheme = ""
@@ -312,5 +312,5 @@ _FAULTS: tuple[tuple[Any, str], ...] = (
 
 
 def describe(error: BaseException) -> str:
-    """Return a description of an error, by its class alone."""
+    """Return a description of an error, from its class alone."""
     return next(problem for kind, problem in _FAULTS if isinstance(error, kind))

@@ -20,8 +20,8 @@ _Result = TypeVar("_Result")
 class HubClient(HttpClient):
     """A client of the repositories of a hub; see `Client`. `huggingface_hub` finds the token and the commits.
 
-    A branch is resolved to its commit when it is first read, and the commit cannot change. So this process reads one version.
-    The tag is the hash of the file's content. The hub redirects to servers with other tags and without its token.
+    A branch is resolved to a commit once, at the first read. So this process reads one version. The tag of a file is the
+    hash of its content. The hub redirects to other servers, which have other tags and do not get the token.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class HubClient(HttpClient):
         self._commits: dict[tuple[str, str, str | None], str] = {}
 
     def _parse(self, request: Request) -> tuple[str, str, str, str]:
-        """Return type and name of a repository, its commit, and the path in it."""
+        """Return the type and the name of a repository, its commit, and the path in the repository."""
         match = _URL.fullmatch(request.url)
         if match is None:
             raise request.error("expected hf://datasets/ORG/NAME/path, or hf://datasets/ORG/NAME@REVISION/path")

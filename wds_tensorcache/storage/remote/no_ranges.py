@@ -17,7 +17,7 @@ _PIECE = 256 * 1024
 
 
 class Copy:
-    """An object in a temporary file without a name, on the disk of `TMPDIR`; closed with the last reference."""
+    """A copy of an object in a temporary file without a name, in the folder `TMPDIR`."""
 
     state: ObjectInfo
 
@@ -63,7 +63,7 @@ class Copy:
 
 
 class Copies:
-    """At most 32 copies of objects; beyond that, the least recently used copy is dropped. Any thread may call."""
+    """At most 32 copies of objects; a further copy replaces the least recently used copy. Any thread may call."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Copy] = {}
@@ -71,7 +71,7 @@ class Copies:
         self._turns: dict[str, threading.Lock] = {}
 
     def get(self, url: str, state: ObjectInfo | None) -> Copy | None:
-        """Return the copy of an object; None if there is none with this state."""
+        """Return the copy of an object; None if no copy has this state."""
         with self._lock:
             copy = self._copies.get(url)
             if copy is None or state is None or copy.state.nbytes != state.nbytes:

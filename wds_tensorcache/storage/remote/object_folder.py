@@ -1,4 +1,4 @@
-"""A folder at a url: its objects are read as those of any server, and changed by conditional requests of an object store."""
+"""A folder at a url. Objects of any server can be read; conditional requests change the objects of an object store."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _Version = dict[str, str]
 class ObjectFolder:
     """A folder at a url, with the methods of `LocalFolder`. Objects of web servers and hubs can be read, but not changed.
 
-    A store has no locks. A new file is one request that succeeds only if no object has its name. A change replaces exactly the
-    version of the object that it was made from. Before the first of these requests, a test with a small object shows whether
-    the store obeys such conditions.
+    A store has no locks. A new file is created by one request, which succeeds only if no object has this name. A change
+    succeeds only if it replaces the version of the object that was read before. Before the first of these requests, a test
+    with a small object checks that the store obeys such conditions.
 
     Objects are not uploaded in parts: Google has no conditional multipart uploads, obstore makes none, and a killed process
     would leave parts in the bucket.
@@ -63,7 +63,7 @@ class ObjectFolder:
 
     @cached_property
     def _client(self) -> StoreClient:
-        """A new client: the caller may have corrected the environment after an earlier writer failed."""
+        """A new client, because the caller may have corrected the environment after an earlier writer failed."""
         check_writable(self.path)
         return StoreClient(origin_of(self.path))
 
@@ -94,7 +94,7 @@ class ObjectFolder:
             self._wait_for_other(request)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        """See `LocalFolder`; raise RemoteError if other writers were faster for ten minutes."""
+        """See `LocalFolder`; raise RemoteError if other writers keep changing the object for ten minutes."""
         url, begun, num_lost = self.locate(name), time.monotonic(), 0
         while True:
             before, version = self._read(url) or (None, None)
@@ -187,8 +187,8 @@ class ObjectFolder:
     def _swap(self, url: str, content: bytes, version: _Version | None) -> _Version | None:
         """Replace a version of an object, or create the object if `version` is None; return its new version.
 
-        Return None if the object has another version. An attempt of this call may have made that version, but its
-        response was lost. So the caller must read the object again, and look for its change.
+        Return None if the object has another version. If a response was lost, an earlier attempt of this call may have made
+        that version. So the caller must read the object again, and check whether it contains the change.
         """
         if version is not None:
             _check_tag(url, version)
@@ -207,11 +207,11 @@ class ObjectFolder:
         return self._call(request, lambda store, key: store.put(key, content, use_multipart=False, **options))
 
     def _read(self, url: str) -> tuple[bytes, _Version] | None:
-        """Return the content of an object and its version; None if there is no such object."""
+        """Return the content and the version of an object; None if the object does not exist."""
         return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
     def _metadata(self, url: str) -> dict[str, str] | None:
-        """Return the user-defined metadata of an object; None if there is no such object."""
+        """Return the user-defined metadata of an object; None if the object does not exist."""
         return self._get(url, lambda response: dict(response.attributes), head=True)
 
     def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:
@@ -226,7 +226,7 @@ class ObjectFolder:
             self._call(Request(urls[0]), lambda store, _: store.delete(keys))
 
     def _call(self, request: Request, send: Callable[[Any, str], _Result]) -> _Result:
-        """Return the result of a request of the store; repeat it after faults that may pass."""
+        """Return the result of a request to the store; repeat the request after faults that may pass."""
         with retry.bind_cancel(self._cancel):
             return request.repeat(lambda: self._client.call(request, send, is_upload=True))
 
@@ -242,9 +242,9 @@ def _check_tag(url: str, version: _Version) -> None:
 
 
 class _Upload(Output):
-    """Bytes that are collected on local disk, and uploaded by `finish`. `TMPDIR` sets the folder of temporary files.
+    """A new object whose bytes are collected in a temporary file in the folder `TMPDIR`, and uploaded by `finish`.
 
-    The file has no name, and the system frees its space however this process ends.
+    The file has no name, so the system frees its space even if this process is killed.
 
     Threads/fork: as for `Output`.
     """
@@ -258,7 +258,7 @@ class _Upload(Output):
         return tempfile.TemporaryFile(buffering=0, dir=self._spool_folder)
 
     def finish(self) -> None:
-        """Create the object by one request; raise FileExistsError if another writer has created an object of this name."""
+        """Create the object by one request; raise FileExistsError if another writer has created it."""
         self.flush()
         nbytes = self._position
         content = mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_READ) if nbytes else b""

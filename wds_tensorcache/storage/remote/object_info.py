@@ -1,4 +1,4 @@
-"""The state of a remote object, by which its changes are noticed."""
+"""The state of a remote object: its length and its tag."""
 
 from __future__ import annotations
 

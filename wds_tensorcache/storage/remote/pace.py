@@ -31,13 +31,13 @@ class Pace:
 
     @property
     def total_rate(self) -> float:
-        """Bytes per second of all requests together, while there are any; at least `rate`."""
+        """Bytes per second of all simultaneous requests together; at least `rate`."""
         with self._lock:
             busy_s = self._busy_s + (time.monotonic() - self._busy_since if self._num_running else 0.0)
             return max(self.rate, self._busy_nbytes / busy_s) if busy_s > self.latency_s else self.rate
 
     def begin(self, head_s: float) -> float:
-        """Record that a head has arrived after `head_s` seconds; return the time, for `end`."""
+        """Record that a head has arrived after `head_s` seconds; return the current time, for `end`."""
         now = time.monotonic()
         with self._lock:
             self._num_latencies += 1
@@ -48,7 +48,7 @@ class Pace:
         return now
 
     def end(self, begun: float, nbytes: int) -> None:
-        """Record that a body of `nbytes` bytes has ended, once for each call of `begin`."""
+        """Record that a body has ended after `nbytes` bytes. Call this once after each call of `begin`."""
         now = time.monotonic()
         with self._lock:
             if nbytes >= _LARGE:

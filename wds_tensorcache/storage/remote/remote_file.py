@@ -57,7 +57,7 @@ class RemoteFile:
 
     @property
     def state(self) -> ObjectInfo:
-        """Length and tag, as far as they are known. Cost: one request if the length is unknown."""
+        """Length and tag; the tag is None if unknown. Cost: one request if the length is unknown."""
         if self._state is None:
             self.ask()
         assert self._state is not None
@@ -65,17 +65,17 @@ class RemoteFile:
 
     @property
     def nbytes(self) -> int:
-        """Length of the object. Cost: as `state`."""
+        """Length of the object in bytes. Cost: one request if it is unknown."""
         return self.state.nbytes
 
     @property
     def identity(self) -> RemoteIdentity:
-        """Length and tag, picklable and comparable; None for a value that no response has reported. No request."""
+        """Length and tag, each None if unknown, picklable and comparable. Cost: no request."""
         state = self._state
         return (None, None) if state is None else (state.nbytes, state.tag)
 
     def ask(self) -> None:
-        """Request length and tag."""
+        """Request the length and the tag."""
         try:
             reported = stat(self.url)
         except FileNotFoundError as exc:
@@ -83,7 +83,7 @@ class RemoteFile:
         self.fix(reported)
 
     def expect(self, nbytes: int) -> None:
-        """Record the length, unless it is known. No request."""
+        """Record the length if it is unknown. Cost: no request."""
         with _lock():
             self._state = self._state or ObjectInfo(nbytes, None)
 
@@ -132,7 +132,7 @@ class RemoteFile:
         return list(map(bytes, contents))
 
     def read_tail(self, nbytes: int) -> bytes:
-        """Return the last `nbytes` bytes, or all of them. One request, which also reports the object's state."""
+        """Return the last `nbytes` bytes, or the whole object if it is shorter. One request also reports the state."""
         try:
             reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
@@ -142,12 +142,12 @@ class RemoteFile:
 
     @contextmanager
     def read_through(self) -> Iterator[Callable[[int, int], bytes]]:
-        """Yield a function like `read`, for one pass over the object, several requests ahead of the caller."""
+        """Yield a function like `read`, for one pass over the object. Several requests run ahead of the caller."""
         with Threads(_NUM_AHEAD, "tensorcache-scan") as pool, ReadAhead(self, Readers(pool, _NUM_AHEAD)) as ahead:
             yield ahead.read
 
     def view(self, begin: int, end: int) -> None:
-        """Return None: there is no map."""
+        """Return None, because a remote file has no map."""
 
     def _fetch(self, ranges: Sequence[tuple[RemoteFile, int, Sequence[Any]]]) -> None:
         fetch_many(ranges)
@@ -163,7 +163,7 @@ class RemoteFile:
 
 
 def read_whole(url: str, max_nbytes: int) -> bytes:
-    """Return the bytes of an object; raise RemoteError if there are more than `max_nbytes`."""
+    """Return the bytes of an object; raise RemoteError if the object is longer than `max_nbytes`."""
     state, content = read_head(url, PART_NBYTES)
     if state.nbytes > max_nbytes:
         raise Request(url).error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")

@@ -1,10 +1,10 @@
 """The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
 
 The time limit of a request, with all its attempts, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
-another limit. A request of more than 4 MiB has the time that it takes at 64 KiB/s, if that is longer.
+another limit. For a request of more than 4 MiB, the limit is the time of the transfer at 64 KiB/s, if that is longer.
 
-A request that fails for 5 s logs a warning; a process logs at most one in 30 s. The logger is `wds_tensorcache`, whose warnings
-Python prints on stderr by default.
+A request that fails for 5 s logs a warning. A process logs at most one such warning in 30 s. The logger is `wds_tensorcache`,
+whose warnings Python prints on stderr by default.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Cancel:
         self.is_set = False
 
     def set(self) -> None:
-        """End the group's requests soon with CancelledError."""
+        """Cancel the group's requests. They raise CancelledError soon."""
         self.is_set = True
         end_overdue()
 
@@ -77,7 +77,7 @@ class Request:
 
     Args:
         url: Url of the object; errors show it without secrets.
-        begin, end: The bytes `[begin, end)` that are requested; None for another request.
+        begin, end: The bytes `[begin, end)` that are requested; None if the request is not for a range.
         state: Expected state of the object; None accepts any.
         nbytes: Number of bytes that the request moves, by which its time limit is set.
 
@@ -135,7 +135,7 @@ class Request:
         self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
 
     def error(self, problem: str, status: int | None = None) -> RemoteError:
-        """Return a RemoteError whose message has url, range and fault."""
+        """Return a RemoteError whose message contains the url, the range and the fault."""
         where = shown(self.url)
         if self.begin is not None:
             where += f": bytes [{self.begin}, {self.end})"
@@ -152,7 +152,11 @@ class Request:
         return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
     def check(self, received: ObjectInfo) -> ObjectInfo:
-        """Return a received state, with the expected tag if it has none; raise FormatError if it is not the expected one."""
+        """Check a received state; return it, with the expected tag if it has no tag.
+
+        Raises:
+            FormatError: The object has changed.
+        """
         expected = self.state
         if expected is None:
             return received
@@ -164,7 +168,7 @@ class Request:
         return ObjectInfo(received.nbytes, received.tag or expected.tag)
 
     def repeat(self, attempt: Callable[[], _Result]) -> _Result:
-        """Return the result of an attempt; repeat it after faults that may pass, until no time remains.
+        """Return the result of an attempt; repeat the attempt after faults that may pass, until no time remains.
 
         Raises:
             RemoteError: No time remains for another attempt.
@@ -180,7 +184,7 @@ class Request:
             self.pause(fault)
 
     def pause(self, fault: TransientError) -> None:
-        """Wait before the next attempt, for a random part of a time that doubles, or as long as the server asks."""
+        """Wait before the next attempt: for a random fraction of a doubling pause, or as long as the server asks."""
         check_cancelled()
         self._num_failed += 1
         self._num_in_vain = self._num_in_vain + 1 if self.at == self._tried_at else 0
@@ -220,7 +224,7 @@ _in_flight: Callable[[], set[Request]] = per_process(set)
 
 @contextmanager
 def bind_cancel(cancel: Cancel) -> Iterator[None]:
-    """End requests of this thread with CancelledError soon after `cancel` is set."""
+    """Let requests of this thread raise CancelledError soon after `cancel` is set."""
     before = getattr(_local, "cancel", None)
     _local.cancel = cancel
     try:
@@ -245,7 +249,7 @@ def sleep(seconds: float) -> None:
 
 
 def end_overdue() -> None:
-    """Shut down the sockets of requests that are cancelled or whose time is over, which ends their reads."""
+    """Shut down the sockets of requests that are cancelled or exceed their time limits, which ends their reads."""
     now = time.monotonic()
     for request in _in_flight().copy():
         cancel, sock = request.cancel, request.sock

@@ -88,10 +88,10 @@ def _check_endpoint(scheme: str, request: Request) -> None:
 
 
 class StoreClient:
-    """A client of one bucket or container, which also writes. Each call is one attempt; see `Client`.
+    """A client of one bucket or container, for reads and writes. Each call is one attempt; see `Client`.
 
-    obstore reads the settings from the environment. Every read sends the strong ETag (`If-Match`). obstore's calls block, and
-    end when the time of the request is over.
+    obstore reads the settings from the environment. Every read sends the strong ETag (`If-Match`). obstore's calls block
+    until they are done or the time limit of the request is reached.
 
     Threads/fork/pickle: as `Client`; refused in a child that was forked after its parent used obstore.
     """
@@ -187,7 +187,7 @@ class StoreClient:
         return TransientError(f"the server responds with status {status}", status)
 
     def _get(self, request: Request, options: dict[str, Any]) -> tuple[Any, float]:
-        """Return the response to a request to read, and how long its head took."""
+        """Request a read; return the response, and the seconds until its head arrived."""
         if not bucket_and_key(request.url)[1]:
             raise request.error("the url has no object")
         begun = time.monotonic()
@@ -257,6 +257,6 @@ class StoreClient:
 
 
 def _state(response: Any) -> ObjectInfo:
-    """Return the state of an object by the head of a response."""
+    """Return the state of an object from the head of a response."""
     meta = response.meta
     return ObjectInfo(meta["size"], meta["e_tag"])

@@ -35,10 +35,11 @@ class _Piece:
 class RemoteStream:
     """The bytes of a remote object, for one reader that reads them in order. Requests for the next bytes are in flight.
 
-    Every response must have the state that the object had at the opening. A failed read fails again when repeated.
+    Every response must report the state that the object had when the stream was opened. A failed read fails again
+    if it is repeated.
 
     Args:
-        url: The object. Opening it takes one request.
+        url: Url of the object. Opening the stream takes one request.
 
     Attributes:
         url: The url, concealed.
@@ -48,7 +49,7 @@ class RemoteStream:
         FileNotFoundError: The object does not exist.
         RemoteError: A request failed.
 
-    Memory: up to 20 MiB, for four requests of at most 4 MiB and the piece that is being read; recycled by the next stream.
+    Memory: up to 20 MiB, for four requests of at most 4 MiB and the current piece. The next stream recycles this memory.
     Threads/fork/pickle: one reader, in the process that opened the stream. Call `close`.
     """
 
@@ -79,7 +80,7 @@ class RemoteStream:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def skip(self, nbytes: int) -> int:
-        """Skip up to `nbytes` bytes, and return their number. Bytes that were not yet requested are never sent."""
+        """Skip up to `nbytes` bytes, and return their number. Skipped bytes are not requested later."""
         nbytes = min(nbytes, self.info.nbytes - self._at)
         self._at += nbytes
         self._drop_passed()
