@@ -1,4 +1,4 @@
-"""Urls of shards for webdataset streams: find the shards that a text names, and open them."""
+"""Find and open the shards of webdataset streams, by path or url."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def is_remote(url: Any) -> bool:
 def open_url(url: Any) -> Any:
     """Open a path or a url as a stream of bytes.
 
-    Hazard: for schemes that this package's clients do not read, this is webdataset's `gopen`, which runs a name that starts
-    with `pipe:` as a command.
+    Hazard: urls that this package's clients do not read are passed to webdataset's `gopen`, which runs a url that starts with
+    `pipe:` as a command.
     """
     if is_remote(url):
         return RemoteStream(url)
@@ -65,9 +65,10 @@ class _Path(str):
 
 
 def find_urls(urls: Any) -> list[Url]:
-    """Return the urls of all shards, each with its entry in a manifest, if there is one.
+    """Return the url of each shard, with the shard's entry in a manifest, or None.
 
-    Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Remote urls are concealed.
+    Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Secrets in remote urls are
+    concealed.
     """
     if isinstance(urls, str) and not isinstance(urls, os.PathLike):
         return _find_text(urls)

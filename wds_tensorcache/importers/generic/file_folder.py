@@ -73,7 +73,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
-    """Return the files of each sample of an extracted shard, by suffix."""
+    """Return the files of extracted shards, by key and suffix."""
     split = {name: split_member(name) or (name, "") for name in folder.by_suffix.get(".pyd", ())}
     extracted: dict[str, dict[str, str]] = {key: {} for key, suffix in split.values() if half_of(suffix)}
     for name in folder.names if extracted else ():

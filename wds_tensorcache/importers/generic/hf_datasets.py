@@ -26,7 +26,7 @@ from wds_tensorcache.importers.generic.media import Row, import_library, open_in
 from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
 
-_NUM_ROWS, _MAX_KEPT = 256, 2  # of a block, which is read at once; blocks
+_NUM_ROWS, _MAX_KEPT = 256, 2  # rows of a block, which is read at once; blocks in memory
 _STATE, _INFO = "state.json", "dataset_info.json"
 
 

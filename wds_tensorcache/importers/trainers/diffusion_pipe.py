@@ -59,7 +59,7 @@ _Spec = tuple[Any, ...]  # `image_spec`, the tar (or None) and the name of the m
 
 
 class _Item(NamedTuple):
-    """The bytes `[begin, end)` of a `.bin` file, which are a file of `torch.save`."""
+    """A file of `torch.save` in the bytes `[begin, end)` of a `.bin` file."""
 
     file: str
     begin: int
@@ -181,7 +181,7 @@ def _sample(
 
 
 def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None) -> Loaded:
-    """Return the latents with their texts; raise FormatError if `problem` is given."""
+    """Return the latents and their texts; raise FormatError if there is a `problem`."""
     value = item.load(folder) if item else {}
     if captions and "text" in value:
         problem = "has an entry 'text', where its text embeddings would be"
@@ -233,7 +233,7 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
 
 
 def _list_tables(database: sqlite3.Connection) -> list[str]:
-    """Return the names of all tables; refuse all but plain tables of plain columns."""
+    """Return the names of all tables; raise FormatError for views, triggers, and tables that are not plain."""
     schema = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     for kind, name, sql in schema:
         if kind != "table" or not re.fullmatch(r"CREATE TABLE \w+ ?\(\w+(, ?\w+)*\)", str(sql), re.ASCII):
@@ -244,7 +244,7 @@ def _list_tables(database: sqlite3.Connection) -> list[str]:
 
 
 def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]]:
-    """Return pairs of integers; refuse negative ones and other values."""
+    """Return pairs of non-negative integers; raise FormatError for other values."""
     rows = database.execute(f"SELECT {query} ORDER BY rowid").fetchall()
     for at, row in enumerate(rows):
         if not all(type(value) is int and value >= 0 for value in row):
@@ -253,7 +253,7 @@ def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]
 
 
 def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]]) -> list[_Item]:
-    """Return the items of one `.bin` file; refuse gaps between them."""
+    """Return the items of one `.bin` file; raise FormatError if there are gaps between them."""
     if file not in folder:
         raise FormatError(f"{file} is missing")
     items, end = [], 0

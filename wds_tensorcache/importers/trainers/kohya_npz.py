@@ -53,11 +53,11 @@ _NAME = re.compile(
 _RESOLUTION = re.compile(r"(.+?)(_\d+x\d+)?", re.DOTALL)
 _ENTRIES = ("latents", "latents_flipped", "original_size", "crop_ltrb", "alpha_mask")
 _EXPORTED = b'{\n "caption": '
-_NUM_PROBED = 4  # files without a telling name to look into
+_NUM_PROBED = 4  # files to open, of the files whose names do not show the format
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Return the number of files; 0 if most `.npz` files have another format."""
+    """Return the number of files of this format; 0 if most `.npz` files have another format."""
     names = folder.by_suffix.get(".npz", [])
     unnamed = [name for name in names if not _NAME.fullmatch(name)]
     probed = unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]
@@ -72,7 +72,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _is_old(arrays: list[str] | None) -> bool:
-    """Return whether arrays include those that sd-scripts writes for an image."""
+    """Return whether an older version of sd-scripts may have written a file with these arrays."""
     return {"latents", "original_size", "crop_ltrb"} <= {_split(array)[0] for array in arrays or ()}
 
 

@@ -76,7 +76,7 @@ def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
-    """Return mean and standard deviation of each channel."""
+    """Return the mean and the standard deviation of each channel."""
     stats = load_torch(folder, name)
     if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
         raise FormatError("expected a dict with 'mean' and 'std'").at(name)

@@ -58,7 +58,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the `.pt` files by root, stem and folder; roots end with `/`."""
+    """Return the `.pt` files by root, stem and folder; a root is empty or ends with `/`."""
     kinds: dict[str, set[str]] = {}
     names = folder.by_suffix.get(".pt", [])
     for name in names:
