@@ -50,7 +50,7 @@ def plan_shards(
     max_samples: float = math.inf,
     max_nbytes: float = math.inf,
 ) -> list[Sequence[int]]:
-    """Divide samples into shards by their number and the sizes of their files."""
+    """Return the sample indices of each shard: divide samples by their number and by the sizes of their files."""
     shared = Counter(file for index in indexes for file in samples[index].files)
     sizes: dict[str, float] = {}
     for file, count in shared.items():

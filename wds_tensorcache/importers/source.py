@@ -30,7 +30,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """One sample of a source, which is read on request.
+    """One sample of a source. It is read on request.
 
     Attributes:
         name: Name in the source, for example a relative path without suffix.

@@ -49,7 +49,7 @@ class SkippableLoader:
 class _Positions:
     """The positions of the batches in the epoch of a loader's next batch.
 
-    After a state was loaded, a None stands for each used step, because trainers count from the beginning of the epoch.
+    If a state was loaded, a None comes first for each used step, because trainers count from the beginning of the epoch.
     """
 
     def __init__(self, loader: Loader) -> None:

@@ -333,7 +333,7 @@ def _encode_json(values: dict[str, Any]) -> bytes:
 
 
 def _is_safe(name: str) -> bool:
-    """Return whether a relative path names a file in its folder, on every system."""
+    """Return whether every system accepts a relative path as the name of a file inside a folder."""
     return (
         all(part.isprintable() and part[:1] not in ("", ".") and _REFUSED.isdisjoint(part) for part in name.split("/"))
         and max(map(len, name.encode().split(b"/"))) <= _MAX_PART_NBYTES

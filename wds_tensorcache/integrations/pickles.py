@@ -82,7 +82,7 @@ def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed |
 
     Raises:
         UnsafeSkeletonError: As for `decode_pickle`.
-        FormatError: The file is damaged, in a different format, or exceeds `limit`.
+        FormatError: The file is damaged, has a different format, or exceeds `limit`.
 
     Memory: tensors alias `raw` if it is writable; all tensors of a storage share its memory.
     """

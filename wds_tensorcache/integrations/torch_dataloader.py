@@ -117,6 +117,7 @@ def torch_loader(
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
+        TypeError: An option is unknown.
     """
     check_options(torch_loader, steps, StepOptions.__annotations__)
     if num_workers == 0 and timeout > 0:

@@ -1,4 +1,4 @@
-"""webdataset streams that resume at the sample at which their state was saved."""
+"""webdataset streams that resume from a saved state, at the next sample."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class ResumablePipeline(IterableDataset[Any]):
     Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
     be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
 
-    Remote shards (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`) are read by this package's clients, as in `tc.open`, with
-    requests in flight for the next few MiB, retries, and `If-Match`. After `load_state_dict`, a remote shard is read from its
-    first sample that is not done, unless it has changed, is compressed, or its server sends no ETag and no date.
+    This package's clients read remote shards (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`), as in `tc.open`, with requests
+    in flight for the next few MiB, retries, and `If-Match`. After `load_state_dict`, a remote shard is read from its first
+    sample that is not done. If the shard has changed or is compressed, or the server sends no ETag and no date, it is read from
+    its beginning.
 
     Ranks, and then the workers of a rank, get about the same number of bytes if all shards are local files, else about the same
     number of shards. So ranks may have different numbers of samples. Each worker has its own state. torchdata's
@@ -65,9 +66,9 @@ class ResumablePipeline(IterableDataset[Any]):
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote text is
             a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in
             an object store, a text without a dot in its last part is a folder, too. Any other remote text is a shard, unlike
-            in `tc.open`. All other texts, and other texts in a list, are passed to webdataset's `gopen`, which runs a text that
-            starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a folder, manifest,
-            wildcard or brace is always opened as a path.
+            in `tc.open`. A text in a list is always a shard. webdataset's `gopen` opens texts of all other kinds, and runs a
+            text that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a folder,
+            manifest, wildcard or brace is always opened as a path.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.

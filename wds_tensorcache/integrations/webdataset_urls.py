@@ -27,8 +27,8 @@ _REPLACED = frozenset({"gopen_curl", "gopen_gsutil", "gopen_hf"})
 def is_remote(url: Any) -> bool:
     """Return whether this package's clients read a url: s3, gs, az, http, https or hf.
 
-    They do not if a file has this name, if webdataset's variable GOPEN_REWRITE changes the url, or if the user has registered
-    a function for the scheme in webdataset's `gopen_schemes`.
+    They do not read a url if a file has this name, if webdataset's variable GOPEN_REWRITE changes the url, or if the user has
+    registered a function for the scheme in webdataset's `gopen_schemes`.
     """
     if not isinstance(url, str) or isinstance(url, os.PathLike) or not is_url(url) or os.path.lexists(url):
         return False

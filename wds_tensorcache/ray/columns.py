@@ -65,7 +65,7 @@ def value_kind(values: Iterable[Any]) -> str:
 
 
 def value_column(values: Sequence[Any], declared: str) -> Any:
-    """Return a column of small values; `declared` is its kind in other blocks, "" if unknown."""
+    """Return a column of small values; `declared` is the column's kind in other blocks, or "" if it is unknown."""
     kind = value_kind(values) or declared
     if "object" in (kind, declared):
         return object_column(values)

@@ -67,7 +67,7 @@ def is_running(job: WriteJob) -> bool:
 
 
 def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
-    """Return the ids of other writes that have a marker; the value is True if the write may be running."""
+    """Find the other writes that have a marker; return, by id, whether each write may be running."""
     ids = {match[1]: name for name in folder.names() if (match := _MARKER.fullmatch(name)) and match[1] != job.id}
     return {write: folder.is_remote or is_held(folder.locate(name)) for write, name in ids.items()}
 
@@ -95,7 +95,7 @@ def delete_shards(folder: Folder, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
-    """Prepare a folder for a write; at the end, remove its shards that the manifest does not list."""
+    """Prepare a folder for a write. At the end, remove the shards of the write that the manifest does not list."""
     folder = folder_of(path)
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]

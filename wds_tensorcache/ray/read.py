@@ -245,7 +245,7 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
 
 
 def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield the samples from `begin` on in tables of about 32 MiB."""
+    """Yield tables of about 32 MiB with the samples from `begin` on, one sample for each item of `nbytes`."""
     cache = _cache_of(reference)
     count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
     for first, end in _cut_evenly(nbytes, count):
@@ -286,7 +286,7 @@ def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
-    """Return the loaded tensor of sample `i`, or `lazy` itself if none was loaded."""
+    """Return the loaded tensor of sample `i`, or `lazy` itself if this tensor was not loaded."""
     rows = tensors.get(lazy.name)
     row = None if rows is None else rows[i] if isinstance(rows, list) else rows[i, ...]
     return lazy if row is None else row

@@ -11,8 +11,8 @@ without tensors. Paths that differ only in case are different samples. The metad
 
 An `.npy` file is one sample, even if its first dimension counts samples.
 
-The files of an extracted shard, `KEY.skel.pyd`, `KEY.safetensors` and `KEY.EXTENSION`, make the sample again, bit for bit and
-with the same key. If their cache has a name, pack the files with tar instead: the tar is a shard.
+The files of an extracted shard, `KEY.skel.pyd`, `KEY.safetensors` and `KEY.EXTENSION`, become the original sample, bit for bit
+and with the same key. If their cache has a name, pack the files with tar instead: the tar is a shard.
 """
 
 from __future__ import annotations

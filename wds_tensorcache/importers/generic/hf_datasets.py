@@ -3,7 +3,7 @@
 Each row becomes a sample, a dict by column:
 
 - `Array2D` … `Array5D`, and lists of numbers: a tensor with their dtype. If the lists of one level in some row have different
-  lengths, all rows of the column have lists of tensors; if numbers are null, lists;
+  lengths, all rows of the column have lists of tensors. If some numbers are null, all rows of the column have plain lists;
 - numbers, texts, `ClassLabel` (its number), dates: the value itself; null is None; `binary`: a uint8 tensor [n];
 - `Image`, `Audio`, `Video`, `Pdf`: members, named `COLUMN.png`, as they were encoded; lists of them `COLUMN.0.png`, …;
 - structs: dicts.
@@ -11,7 +11,7 @@ Each row becomes a sample, a dict by column:
 Samples are named by their position, after the path of their folder, for example `train/00000012`. The description of the
 columns, with the names of classes, becomes the provenance. The package `datasets` reads the rows.
 
-Folders of `load_dataset`'s cache are not read: save them with `save_to_disk`.
+Folders of `load_dataset`'s cache are not read: save the dataset with `save_to_disk`.
 """
 
 from __future__ import annotations

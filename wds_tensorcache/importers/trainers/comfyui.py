@@ -11,8 +11,8 @@ Each sample is a latent and its conditioning, as ComfyUI's nodes pass them:
     {"latents": {"samples": [1, C, H, W]}, "conditioning": [[[1, T, D], {"pooled_output": [1, P], …}]]}
 
 So the tensors are `latents.samples`, `conditioning.0.0` and `conditioning.0.1.pooled_output`, and the node Load Tensor Cache in
-`examples/comfyui_nodes` returns what was saved. The name of a sample is the path of its shard without suffix, and its number
-there: `shard_0000/000017`. Shards are mapped, so a shard may be larger than memory. A shard with objects of ComfyUI,
+`examples/comfyui_nodes` returns the saved sample. The name of a sample is the path of its shard without suffix, and its number
+in the shard: `shard_0000/000017`. Shards are mapped, so a shard may be larger than memory. A shard with objects of ComfyUI,
 such as hooks, needs `--trust` and an installed ComfyUI, and is read as a whole.
 
 A `metadata.json` that lists another number of samples is reported. The node leaves the shards of an earlier, larger set in the

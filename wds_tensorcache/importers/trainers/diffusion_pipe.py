@@ -233,7 +233,7 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
 
 
 def _list_tables(database: sqlite3.Connection) -> list[str]:
-    """Return the names of all tables; raise FormatError for views, triggers, and tables that are not plain."""
+    """Return the names of all tables; raise FormatError if the schema contains anything but plain tables."""
     schema = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     for kind, name, sql in schema:
         if kind != "table" or not re.fullmatch(r"CREATE TABLE \w+ ?\(\w+(, ?\w+)*\)", str(sql), re.ASCII):

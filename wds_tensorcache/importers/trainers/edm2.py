@@ -6,8 +6,8 @@ The tool `dataset_tool.py encode` of EDM2 writes a folder, or a zip without comp
   distribution, followed by its 4 standard deviations, neither scaled nor shifted;
 - `dataset.json`: `{"labels": [["00000/img-mean-std-00000000.npy", 6], …]}`, or `{"labels": null}`.
 
-REPA writes the same into a folder `vae-sd`, next to a folder `images` with the pictures: `00000/img00000000.png`. It matches
-the pictures with the latents by their positions in sorted order.
+REPA writes the same files into a folder `vae-sd`, next to a folder `images` with the pictures: `00000/img00000000.png`. REPA
+matches the pictures with the latents by their positions in sorted order.
 
 Each sample is one such file:
 

@@ -162,7 +162,7 @@ def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Content(NamedTuple):
-    """The content of a file, and the resolution that the sample gets."""
+    """The content of a file, and the resolution that becomes part of the sample."""
 
     file: ImageFile
     resolution: str | None  # ending of the names of its tensors; None for a file of texts

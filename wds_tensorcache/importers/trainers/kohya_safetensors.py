@@ -16,7 +16,7 @@ They become the samples that `kohya` makes from `.npz` files, with the dtypes of
 If any image has more than one caption, all samples have `texts` and `captions` in place of `text` and `caption`: lists with an
 item for each caption. `choose={("t5", "pool"): ("texts.*.t5_out", "texts.*.l_pooled")}` of `tc.Loader` draws one of them. If
 texts were encoded with several numbers of tokens, the names are `text_256` and `text_512_m`. A file in which the captions have
-different tensors is an error: the branch as of commit f3a85060 mixes them up when it adds a caption to a file.
+different tensors is an error: the branch as of commit f3a85060 mixes up the tensors when it adds a caption to a file.
 
 Each resolution in a file becomes a sample, and the names of samples are made as for `kohya`. If a file has a tensor in several
 dtypes, only the widest tensor has the name, and the other tensors have their whole keys. `metadata` contains the other entries

@@ -26,9 +26,8 @@ several dtypes, only the widest tensor has the name, and the other tensors have 
 entries of the metadata, unless they are the same in all files.
 
 If two files of latents have the same stem, for example because images of two folders share a cache folder, the sizes are in the
-names: `photo_0512x0512`. There is only one file of text encoder outputs for both, so one of them may have the text of the other
-image, as in musubi-tuner. If the folder has the caches of several architectures, the short name comes first:
-`wan/clip_00000-081`.
+names: `photo_0512x0512`. Both images share one file of text encoder outputs, so an image may have the text of the other image,
+as in musubi-tuner. If the folder has the caches of several architectures, the short name comes first: `wan/clip_00000-081`.
 
 Samples without text have no `text` and `caption` (musubi-tuner skips these), and texts without latents are samples too.
 """

@@ -13,9 +13,9 @@ path of the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the ba
 
 `cache_file` is looked up in the imported folder by its last parts, so a cache that was moved or copied can be imported, and
 no file outside the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
-files are samples, and all `.pt` files in `{W}x{H}` folders.
+files, and all `.pt` files in `{W}x{H}` folders, are samples.
 
-`.meta` files of old versions are pickles with arrays of numpy, which stay arrays. Without `metadata.json`, they need
+`.meta` files of old versions are pickles with numpy arrays, which stay arrays. Without `metadata.json`, these files need
 `--format nemo`.
 
 The processor, model and options in `metadata.json` become the provenance.

@@ -8,7 +8,7 @@ for a concept and its settings. Each variation contains `0.pt`, `1.pt`, …, one
   `aggregate.pt` `crop_resolution`, `image_path`;
 - text: `tokens_1`, `tokens_mask_1`, `text_encoder_1_hidden_state`, `text_encoder_1_pooled_state` and so on.
 
-Each sample is one file of a concept. It has both parts as dicts:
+Each sample is one file of a concept, with a dict for its image and a dict for its text:
 
     {"image": {"latent_image": …, "original_resolution": …, "crop_resolution": …, "image_path": "/photos/harbor.png"},
      "text": {"tokens_1": …, "text_encoder_1_hidden_state": …}}
@@ -23,7 +23,7 @@ The name of a sample is the path of its image, relative to the folder that conta
 
 The cache does not record the image folder to which a text folder belongs. Two folders are joined by position, as OneTrainer
 does, if they have the same number of files. For this, all image folders must have different numbers of files, and exactly one
-text folder must match each image folder. If not, nothing is joined: samples have `image` or `text`, and text is named
+text folder must match each image folder. Otherwise nothing is joined: samples have `image` or `text`, and text is named
 `text/{hash}/{position}`. To join concepts with equal numbers of files, import a folder with the `image/{hash}` and
 `text/{hash}` of one concept.
 

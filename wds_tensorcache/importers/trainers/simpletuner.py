@@ -18,8 +18,8 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
 - `image_path` and `image_metadata` come from the JSON files. A sample's name is then the folder of its file and the image's
   file name without suffix, otherwise the path of the file without suffix.
 - `text` has one dict for each caption that the cache contains. Captions are found in `.txt` files next to the images, in the
-  file names of images, and in `instance_prompt`. If other images have text, and an image has a `.txt` file, but the cache
-  contains none of its captions, the sample is bad. Embeddings that several images share are stored with each image.
+  file names of images, and in `instance_prompt`. A sample is bad if its image has a `.txt` file, and the cache contains none of
+  the image's captions although other images have text. Embeddings that several images share are stored with each image.
 
 So import the folder that contains the images' JSON and `.txt` files and both caches. If the caches are elsewhere, import each
 of them separately: the VAE cache gives samples `{"latents": …}`, the text cache gives samples `{"text": [{…}]}`.
