@@ -59,7 +59,7 @@ def tarfile_to_samples(
     Raises (when iterating):
         FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
             has the shard's name and the byte offset.
-        OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote one.
+        OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote shard.
         ImportError: A remote url needs a package that is not installed; the message says which.
     """
     return TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))

@@ -28,7 +28,7 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     Args:
         row: Values by column, as `ds.take` and `ds.iter_rows` return them, and as functions of `ds.map` get them.
-        allow: Classes that samples may contain beyond those of the format.
+        allow: Classes that samples may contain besides the types of the format.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`, or an exact sample is damaged.
@@ -123,9 +123,9 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
         are as in the columns of `read_ray`. With `batch`, also the column `__tensorcache__`, which records the dtypes.
 
     Raises:
-        ValueError: The format cannot store a dtype, or Arrow lacks one and `batch` is None.
+        ValueError: The format cannot store a dtype, or Arrow lacks a dtype and `batch` is None.
 
-    Memory: aliases tensors on the CPU; those on a GPU are copied.
+    Memory: aliases tensors on the CPU; tensors on a GPU are copied.
     """
     columns = {name: _as_column(value) for name, value in tensors.items()}
     dtypes = {name: rows for name, value in tensors.items() if any(rows := _dtypes_of(value))}
@@ -166,7 +166,7 @@ def ray_table(keys: Sequence[str], samples: Sequence[Any], *, allow: Iterable[ty
     Args:
         keys: Key of each sample.
         samples: Nested samples, of torch tensors, numpy arrays and other values.
-        allow: Classes that samples may contain beyond those of the format.
+        allow: Classes that samples may contain besides the types of the format.
 
     Raises:
         EncodeError: A value cannot be stored.

@@ -63,8 +63,9 @@ def write_ray(
         overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
-        fingerprint: As for `ShardWriter`. Rows of `read_ray` need one if the cache that was read has one, because functions
-            of the dataset may have changed the samples: pass the fingerprint of the cache, a new fingerprint, or `{}` for none.
+        fingerprint: As for `ShardWriter`. Rows of `read_ray` need a fingerprint if their cache has a fingerprint, because
+            functions of the dataset may have changed the samples. Pass the fingerprint of the cache, a new fingerprint, or
+            `{}` for none.
         max_samples: Maximum number of samples in a shard.
         min_samples: Minimum number of rows of a task, except for the last task. By default, one task writes each block of the
             dataset, or each read task, into at least one shard. With a value, Ray does not fuse reading and writing.

@@ -6,7 +6,7 @@ an item, `{W}x{H}/{hash}.pt` or `.meta`, is a dict:
 
 - images: `latent`, text tensors such as `clip_hidden`, `pooled_prompt_embeds`, `prompt_embeds`, and `crop_offset`, `prompt`,
   `image_path`;
-- videos: `video_latents` `[1, C, T, H, W]`, `text_embeddings` `[1, S, E]`, `metadata` and what the model needs.
+- videos: `video_latents` `[1, C, T, H, W]`, `text_embeddings` `[1, S, E]`, `metadata`, and further entries for the model.
 
 Each sample is the dict of one file, with further entries from its item, such as `aspect_ratio`. The name of a sample is the
 path of the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dimension of 1 that the files have.
