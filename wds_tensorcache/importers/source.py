@@ -129,7 +129,7 @@ def num_common(left: Iterable[str], right: Iterable[str]) -> int:
 
 
 def number_repeats(names: Iterable[str]) -> list[str]:
-    """Return the names with a number at the end of each name that occurred before."""
+    """Return distinct names: append a number to each repeated name."""
     distinct: dict[str, None] = {}
     counts: Counter[str] = Counter()
     for name in names:

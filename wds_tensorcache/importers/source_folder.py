@@ -31,8 +31,8 @@ class ShortageError(MemoryError):
 class SourceFolder:
     """The ordinary files in a folder and its subfolders.
 
-    Symbolic links to files inside the folder are followed. In the cache of the Hugging Face Hub, so are links to blobs of the
-    same repository. Links to folders are not followed.
+    Symbolic links to files inside the folder are followed. In the cache of the Hugging Face Hub, links to blobs of the same
+    repository are followed, too. Links to folders are not followed.
 
     Args:
         path: The folder.
@@ -40,7 +40,7 @@ class SourceFolder:
         files: Relative paths of the files to import; None for all files in the folder.
 
     Attributes:
-        names: The paths of all files, relative to the folder, with `/` as separator, sorted.
+        names: Sorted paths of all files, relative to the folder, with `/` as separator.
         faults: Faults by relative path: links that lead out of the folder or nowhere, and folders that cannot be read.
         ignored: Files that are never read: pipes, sockets, devices, and the `._` files of macOS.
 

@@ -303,7 +303,7 @@ class _SharedEpochs:
     """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
 
     All workers of an iteration have the same base seed, which is the worker's seed minus its index. The first worker registers
-    the next epoch under this base seed. The other workers find the epoch there, even if workers of the next iteration have begun.
+    the next epoch under this base seed. The other workers find the epoch there, even if the next iteration has begun elsewhere.
     No lock is needed, because all workers of an iteration write the same value into the same cell.
 
     Threads/fork/pickle: forked and spawned processes share the cells; a copy by `pickle` or `deepcopy` is independent.

@@ -200,7 +200,7 @@ class TensorCacheDatasource(Datasource):  # type: ignore[misc]
     Args:
         cache: Cache, with only the selected tensors.
         nbytes: Bytes of each sample's selected tensors and of its members, int64 `[N]`.
-        plan: Columns.
+        plan: Columns of the dataset.
 
     Threads/fork/pickle: used on the driver. Read tasks get the cache through Ray's object store, and open its files themselves.
     """

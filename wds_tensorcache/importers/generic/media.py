@@ -152,7 +152,7 @@ def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
     """Parse a list of media, which is stored as its length, the lengths of all items, and the items.
 
     Raises:
-        FormatError: The items do not end with `raw`.
+        FormatError: The lengths do not add up to the length of `raw`.
     """
     count = int.from_bytes(raw[begin : begin + 4], "little")
     first = begin + 4 + 4 * count

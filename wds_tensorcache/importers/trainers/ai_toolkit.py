@@ -20,7 +20,7 @@ Each sample is one file of latents:
 Numbered tensors become lists in the order of their numbers. ai-toolkit itself sorts their names as text, so its training sees
 `text_embed_10` before `text_embed_2`. Tensors keep the batch dimension of 1 that texts have.
 
-A uint8 `latent` or `tensor` stays uint8: `x.float() / 127.5 - 1` gives the pixels in [-1, 1]. For an int16 `waveform`, it is
+A uint8 `latent` or `tensor` stays uint8: `x.float() / 127.5 - 1` gives the pixels in [-1, 1]. For an int16 `waveform`, use
 `x.float() / 32767`. Latents have the scale and shift of the model.
 
 The name of a sample is the path of the image without suffix. ai-toolkit writes one file for each flip: `photo`, `photo_flip_x`.

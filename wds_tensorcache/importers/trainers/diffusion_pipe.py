@@ -5,8 +5,8 @@ diffusion-pipe writes one folder for each size of media, `cache/{model}/cache_{s
 - `latents/`: an item for each picture or clip, with `latents`, `mask`, `image_spec`, the list `caption`, and tensors that the
   model needs, such as `control_latents`.
 - `text_embeddings_1/`, `text_embeddings_2/`, …: for each text encoder, an item for each caption, for example with
-  `clip_embed` or `t5_embed`. With aspect ratio buckets, they are in `cache/{model}/ar_frames_{ratio}_{frames}/`, shared by
-  all sizes of that ratio.
+  `clip_embed` or `t5_embed`. With aspect ratio buckets, these folders are in `cache/{model}/ar_frames_{ratio}_{frames}/`, and
+  all sizes of the ratio share them.
 
 `cache/{model}/uncond_text_embeddings_1/`, … contain the embedding of the empty caption.
 
@@ -28,7 +28,7 @@ Without text folders, samples have no `text`. Without `latents` folders, each it
 sample, named by its position.
 
 The fingerprints of all folders become the provenance. Each `metadata.db` is opened read-only, and only plain tables of
-integers are read, which must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was
+integers are read. The tables must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was
 interrupted: let diffusion-pipe finish it first.
 """
 

@@ -17,7 +17,7 @@ the bytes of the row are read. LightningDiT draws one of the two latents at rand
 multiplies it by its `latent_multiplier`. The statistics are part of the fingerprint, as `latents_mean` and `latents_std`.
 
 If several processes made the latents, the last rows of some ranks repeat images, because torch's DistributedSampler gives all
-ranks the same number.
+ranks the same number of images.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 file for each media file:
 
 - `latents/`: `{"latents", "num_frames", "height", "width", "fps"}`. The latents are `[C, F, H, W]`, or `[F * H * W, C]` from
-  old versions. The numbers of frames, rows and columns are sizes of the latents.
+  old versions. `num_frames`, `height` and `width` are sizes of the latents.
 - `conditions/`: `{"prompt_embeds", "prompt_attention_mask"}`, from LTX-2 `{"video_prompt_embeds", "prompt_attention_mask"}`,
   and `audio_prompt_embeds` for audio. Padding is on the left, and newer versions do not store it.
 - `audio_latents/`, `reference_latents/`, masks, and any other folder that the training configuration names.

@@ -15,8 +15,8 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
      "image_path": "/photos/harbor.png", "image_metadata": {"crop_coordinates": [0, 0], "target_size": [1024, 1024], …},
      "caption": ["a harbor"], "text": [{"prompt_embeds": …, "pooled_prompt_embeds": …}]}
 
-- `image_path` and `image_metadata` come from the JSON files. A sample's name is then the folder of its file and the image's
-  file name without suffix, otherwise the path of the file without suffix.
+- `image_path` and `image_metadata` come from the JSON files. With these files, a sample's name is the folder of its file and
+  the image's file name without suffix. Otherwise the name is the path of the file without suffix.
 - `text` has one dict for each caption that the cache contains. Captions are found in `.txt` files next to the images, in the
   file names of images, and in `instance_prompt`. A sample is bad if its image has a `.txt` file, and the cache contains none of
   the image's captions although other images have text. Embeddings that several images share are stored with each image.
