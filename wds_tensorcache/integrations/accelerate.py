@@ -37,7 +37,7 @@ class SkippableLoader:
         return iter(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of this epoch. Trainers call this method."""
+        """Choose the epoch of the next iteration, as `Loader.set_epoch` does. Trainers call this method."""
         self.loader.set_epoch(epoch)
 
     @staticmethod

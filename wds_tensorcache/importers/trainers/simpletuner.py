@@ -65,8 +65,6 @@ class _Backend:
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """An image of a backend."""
-
     path: str
     metadata: Mapping[str, Any]
     backend: _Backend
