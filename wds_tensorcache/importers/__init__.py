@@ -1,1 +1,1 @@
-"""Importers: the caches that trainers and other programs write, as samples to store in shards."""
+"""Importers: read the caches that trainers and other programs write, and store their samples in shards."""

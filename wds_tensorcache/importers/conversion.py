@@ -50,7 +50,7 @@ def plan_shards(
     max_samples: float = math.inf,
     max_nbytes: float = math.inf,
 ) -> list[Sequence[int]]:
-    """Divide samples into shards by their number and the sizes of their files."""
+    """Return the sample indices of each shard: divide samples by their number and by the sizes of their files."""
     shared = Counter(file for index in indexes for file in samples[index].files)
     sizes: dict[str, float] = {}
     for file, count in shared.items():
@@ -72,12 +72,12 @@ def plan_shards(
 
 @dataclass(slots=True)
 class Written:
-    """Counts of a shard that was written.
+    """The counts of one written shard.
 
     Attributes:
-        counts: Attributes of `ImportReport`, and "probed" and "narrowable" bytes.
+        counts: Numbers by attribute of `ImportReport`, and the numbers of "probed" and "narrowable" bytes.
         skipped: Samples that were left out.
-        forms: For each set of entries and members, how many samples have it, and the name of the first of these.
+        forms: Number of samples with each set of entries and members, and the name of the first such sample.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -98,7 +98,7 @@ class Conversion:
     trim: dict[str, str]
     drop_padding: bool
     _probed: set[int] = field(default_factory=set)
-    # memory of all workers: whether the import is over, then the number of samples done of each shard
+    # shared by all workers: whether the import is over, then the number of finished samples of each shard
     _shared: Any = None
 
     def write_all(
@@ -109,7 +109,14 @@ class Conversion:
         progress: bool | Callable[[int, int | None], object] | None,
         num_present: int,
     ) -> list[Written]:
-        """Write the samples of each shard, by the shard's number; return the counts of each shard.
+        """Write all shards, and return the counts of each shard.
+
+        Args:
+            shards: Sample indices of each shard, by the number of the shard.
+            num_workers: Number of processes or threads.
+            may_fork: True if the workers may be forked processes.
+            progress: As for `tc.build`.
+            num_present: Number of samples that are in finished shards, for the progress.
 
         Raises:
             ChildProcessError: A worker process was killed.
@@ -124,8 +131,8 @@ class Conversion:
             pool = ProcessPoolExecutor(num_workers, get_context("fork"), _begin_worker, (self, os.getpid()))
             write: Callable[..., Written] = _write_shard
         else:
-            # Each thread that computes would start OpenMP threads of its own, which then spin. The setting of a thread is also
-            # that of threads which start later, until another thread sets it.
+            # Each thread that computes would start OpenMP threads of its own, which then spin. The setting of a thread also
+            # applies to threads that start later, until another thread changes it.
             pool = ThreadPoolExecutor(max(1, num_workers), initializer=torch.set_num_threads, initargs=(1,))
             write = self.write_shard
         try:
@@ -151,7 +158,7 @@ class Conversion:
                 restore.join()
 
     def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
-        """Write one shard; bad samples are left out, or raise their error."""
+        """Write one shard. Leave out bad samples, or raise the error of the first bad sample."""
         written = Written()
         with self.open_writer(number) as writer:
             for index in indexes:
@@ -191,7 +198,7 @@ class Conversion:
         written.forms[form] = number + 1, first
 
     def _convert(self, sample: SourceSample, index: int) -> tuple[Loaded, Counter[str]]:
-        """Read, trim and narrow a sample; return it, and the counts of saved bytes."""
+        """Read, trim and narrow a sample; return the sample and the counts of saved bytes."""
         loaded = sample.load()
         for suffix in loaded.members:
             if suffix == FIELD or suffix.endswith(f".{FIELD}"):
@@ -213,9 +220,9 @@ class Conversion:
 
 
 def _is_fork_safe() -> bool:
-    """Return whether a forked child can use torch, and ends with its parent.
+    """Return whether a forked child process can use torch, and will end with its parent.
 
-    Hazard: another thread may hold a lock, which the child would have forever. CUDA and Arrow do not work after a fork.
+    Hazard: another thread may hold a lock, which stays locked in the child. CUDA and Arrow do not work after a fork.
     """
     return (
         sys.platform == "linux"

@@ -1,4 +1,4 @@
-"""All formats that can be imported, and the choice of the one that fits a folder."""
+"""All formats that can be imported, and the function that chooses the format of a folder."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ FORMATS: tuple[Format, ...] = tuple(
 
 
 def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
-    """Return the format with a name; for "auto", the only one that recognizes files of a folder.
+    """Return the format called `name`; for "auto", return the only format that recognizes files in the folder.
 
-    Formats that fit the files of many programs count only if no other format fits.
+    A generic format counts only if no other format recognizes files.
 
     Raises:
-        ValueError: There is no such format; or no format, or more than one, fits the folder.
+        ValueError: No format is called `name`. Or, for "auto", no format or several formats fit the folder.
+        FormatError: A file has values that make the check of a format fail.
     """
     if name != "auto":
         by_name = {form.name: form for form in FORMATS}

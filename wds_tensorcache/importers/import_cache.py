@@ -1,4 +1,4 @@
-"""Import the files that a program has written: read them in several processes, and write shards in the order of the source."""
+"""Import files that another program has written: read them in several processes, and write their samples into shards."""
 
 from __future__ import annotations
 
@@ -51,23 +51,23 @@ def import_cache(
 
     Args:
         source: Folder with the files; or a file such as a tar, a pattern such as `"photos-{000..099}.tar"`, or a list of these.
-        out: Folder or pattern of the shards, as for `ShardWriter`, also at a url. Then `ImportReport.changed` stays empty,
-            because the clocks of stores and of this machine cannot be compared.
+        out: Folder or pattern of the shards, as for `ShardWriter`; it may be a url. For a url, `ImportReport.changed` stays
+            empty, because the clocks of the store and of this machine cannot be compared.
         format: Name of the format, or "auto".
-        fingerprint: Further entries for the fingerprint. It always contains the format, the path of `source`, the provenance of
-            the files, and the options that change samples.
+        fingerprint: Further entries for the fingerprint. The fingerprint always contains the format, the path of `source`, the
+            provenance of the files, and the options that change samples.
         narrow: Store each float32 tensor as bfloat16 or float16 if no bit of any number is lost.
         trim: Name of the mask by name of the tensor. Rows of the tensor after the last true element of its mask are not stored.
-        drop_padding: Trim rows even if they are not zero, so that padding with zeros cannot restore them.
+        drop_padding: Trim rows even if they are not zero. Padding with zeros then cannot restore the rows.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
-        num_workers: Number of processes that read and convert files; each writes whole shards. Threads are used instead if a
-            fork is not safe: on other systems than Linux, in a process with several threads or with CUDA, for few samples, and
-            if `out` is a url.
+        num_workers: Number of processes that read and convert files; each process writes whole shards. Threads replace the
+            processes for few samples, if `out` is a url, and where a fork is not safe: on systems other than Linux, and in a
+            process with several threads or with CUDA.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples: Maximum number of samples in a shard. From 128 samples or 64 MiB on, the number of shards is a multiple of
-            four, and they have equal numbers of samples, so that all workers have work.
-        max_nbytes: Approximate maximum length of a shard in bytes. The lengths of the files before the conversion count.
+        max_samples: Maximum number of samples in a shard. At least 128 samples, or 64 MiB, are divided into a multiple of four
+            shards with about equal numbers of samples, so that all workers have work.
+        max_nbytes: Approximate maximum length of a shard in bytes, estimated from the lengths of the imported files.
         progress: As for `tc.build`.
 
     Returns:
@@ -78,7 +78,8 @@ def import_cache(
             samples have the same name.
         FormatError: A file is bad, and `on_error` is "stop"; or all files are bad.
         OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
-        ImportError: The format needs another package, which is not installed; the message has the command that installs it.
+        ChildProcessError: A worker process was killed, for example for lack of memory.
+        ImportError: The format needs a package that is not installed; the message contains the command that installs it.
         FileExistsError: `out` contains shards, and `resume` is False.
         FileNotFoundError: `source` does not exist.
         StaleCacheError: `out` contains shards with another fingerprint.
@@ -134,7 +135,7 @@ def import_cache(
 
 
 def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | list[str]]:
-    """Open a source; return it, and its entry in the fingerprint."""
+    """Return the files of a source, and the source's entry in the fingerprint."""
     texts = list(iterate_texts(source))
     origin = [os.path.abspath(text) for text in texts]
     if len(texts) == 1 and os.path.isdir(texts[0]):
@@ -151,9 +152,10 @@ def _missing_shards(
     keys: Sequence[str],
     plan: Callable[[Sequence[int]], list[Sequence[int]]],
 ) -> dict[int, Sequence[int]]:
-    """Return the samples of each shard to write, by its number.
+    """Return the sample indices of each shard that must be written, by shard number.
 
-    After an interruption, these are the missing shards of the same plan. If the folder has changed, new samples follow.
+    After an interruption, the missing shards of the same plan are written. If the source has changed, the missing samples go
+    into new shards after the existing shards.
     """
     shards = dict(enumerate(plan(range(len(keys)))))
     stored_keys = [writer.finished.stored_key(key) for key in keys]
@@ -197,7 +199,7 @@ def _changed(samples: Sequence[SourceSample], folder: SourceFolder, shards: Coll
 
 
 def _finite(value: Any) -> Any:
-    """Return a JSON value with texts in place of NaN and infinities, which a fingerprint cannot have."""
+    """Return a JSON value with texts in place of NaN and infinities, which a fingerprint cannot contain."""
     if isinstance(value, dict):
         return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -206,7 +208,7 @@ def _finite(value: Any) -> Any:
 
 
 def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:
-    """Return the keys of all samples; a key with a hash also has the name."""
+    """Return the keys of all samples. A key with a hash also carries the name of its sample."""
     if not source.samples:
         what = f"{folder.path} has no samples of the format {name!r}"
         if source.bad:

@@ -31,15 +31,15 @@ class ImportReport:
         num_read: Number of samples in the source.
         num_written: Number of samples that this call has written.
         num_present: Number of samples that an earlier call had written (`resume=True`).
-        num_hashed: Number of samples that this call has written whose names are too long for a key. The key has a hash in place
-            of the name, and `cache.original_name(key)` returns the name.
+        num_hashed: Number of samples that this call has written with a hash in the key, because their names are too long.
+            `cache.original_name(key)` returns the name.
         num_skipped: Number of samples that were not written because they are bad.
-        skipped: Skipped samples, and also bad files and links out of the folder, which `num_bad_files` counts.
-        changed: Names of samples that an earlier call had written, and whose files have changed since; the cache keeps the old
+        skipped: Skipped samples, bad files, and links out of the folder. `num_bad_files` counts the files and links.
+        changed: Names of samples whose files have changed since an earlier call wrote the samples. The cache keeps the old
             content.
-        num_gone: Number of samples in the cache that the source no longer has.
-        lacking: Top-level entries, and members such as `.txt`, that only some of the samples written by this call have: how
-            many samples lack each, and the name of the first of these.
+        num_gone: Number of samples in the cache that the source no longer contains.
+        lacking: Top-level entries, and members such as `.txt`, that some samples written by this call lack. The value is the
+            number of samples that lack the entry or member, and the name of the first of these samples.
         notes: Sentences about facts that the files do not contain, for example why there are more samples than files.
         unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.
@@ -74,7 +74,7 @@ class ImportReport:
 
     @property
     def num_bad_files(self) -> int:
-        """Number of bad files and links out of the folder that belong to no sample that was read."""
+        """Number of bad files and of links out of the folder; skipped samples do not count."""
         return len(self.skipped) - self.num_skipped
 
     def __str__(self) -> str:

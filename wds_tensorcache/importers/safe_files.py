@@ -1,4 +1,4 @@
-"""Read files of numpy, torch and safetensors as tensors. Unless trusted, they run no pickle, and take little memory."""
+"""Read numpy, torch and safetensors files as tensors. If a file is not trusted, no pickle runs, and memory is limited."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Add the name of a file to errors; raise FormatError for errors of other packages."""
+    """Add the name of a file to errors; turn errors of other packages into FormatError."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -76,7 +76,7 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
 
 
 def list_npz(folder: SourceFolder, name: str) -> list[str]:
-    """Return the names of the arrays in an `.npz` file, in the order of the file. No array is read."""
+    """Return the names of the arrays in an `.npz` file, in file order, without reading the arrays."""
     return [file.filename.removesuffix(".npy") for file in list_zip(folder, name)]
 
 
@@ -87,7 +87,7 @@ def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
 
 
 def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> memoryview:
-    """Return the content of a stored file in a zip, after a check of its CRC; nothing else of the zip is read."""
+    """Return the content of a file in a zip; raise FormatError if it is compressed, or its CRC does not match."""
     with naming(name), naming(f"{file.filename!r:.200}"):
         if file.compress_type != zipfile.ZIP_STORED:
             raise FormatError("is compressed, expected a stored file")
@@ -105,7 +105,8 @@ def load_npy(folder: SourceFolder, name: str) -> Any:
 def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
     """Return the object in a file of `torch.save`; see `parse_torch`.
 
-    Memory: tensors alias the content; never write to them. With `is_mapped`, and in a long file, the content is read on use.
+    Memory: tensors alias the content; never write to them. With `is_mapped`, or if the file is long, the content is mapped, and
+    read on use.
     """
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -127,7 +128,8 @@ def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
         file: The file itself, if there is one.
 
     Raises:
-        UnsafeSkeletonError: The content names other classes than those of tensors, arrays and plain values.
+        UnsafeSkeletonError: The content names a class other than the classes of tensors, arrays and plain values.
+        FormatError: The content is damaged, or has an unknown format, or expands too much.
     """
     limit = _find_limit(len(raw), trust)
     if raw[:2] == _GZIP:
@@ -170,7 +172,7 @@ def tensors_of(value: Any) -> Any:
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file, in the order of its header, and its metadata."""
+    """Return the tensors of a `.safetensors` file, in the order of the header, and the file's metadata."""
     with naming(name):
         raw = folder.view(name)
         data_begin = 8 + int.from_bytes(raw[:8], "little")
@@ -179,7 +181,7 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
 
 
 def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
-    """Return the tensors in the header of a `.safetensors` file of `nbytes` bytes, and its metadata."""
+    """Return the layout and the metadata in the header of a `.safetensors` file of `nbytes` bytes."""
     return (_parse_kept_header if len(head) <= _MAX_KEPT_HEADER else _parse_kept_header.__wrapped__)(head, nbytes)
 
 
@@ -204,13 +206,16 @@ def _dtype_of(tensor: StoredTensor) -> torch.dtype:
 
 
 def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the names of the tensors in a `.safetensors` file, in the order of their bytes, and its metadata."""
+    """Return the tensor names of a `.safetensors` file, in the order of the tensors' bytes, and the file's metadata."""
     tensors, metadata = read_safetensors_tensors(folder, name)
     return list(tensors), metadata
 
 
 def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the descriptions of the tensors of a `.safetensors` file, in the order of their bytes, and its metadata."""
+    """Return the stored tensors of a `.safetensors` file by name, in the order of their bytes, and the file's metadata.
+
+    Only the header is read.
+    """
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
         begin = file.read(8)
@@ -221,7 +226,7 @@ def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str,
 
 
 def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) -> torch.Tensor:
-    """Return `tensor[row]` of a `.safetensors` file; only its bytes are read."""
+    """Return `tensor[row]` of a `.safetensors` file. Only the bytes of the row are read."""
     shape = tensor.shape[1:]
     nbytes = math.prod(shape) * STORED[tensor.dtype][0]
     begin = tensor.begin + row * nbytes
@@ -230,11 +235,12 @@ def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) ->
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Any:
-    """Return a tensor with the same values; the array itself if torch has no such dtype, as for texts.
+    """Return a tensor with the values of an array. If torch lacks the dtype, for example for texts, return an array.
 
     An array of objects, which only a trusted file may contain, becomes nested lists, or its only object.
 
-    Memory: aliases a large array that torch can use as it is; otherwise a copy, recycled when the last reference is gone.
+    Memory: aliases a large array that torch can use as it is. Otherwise the values are copied. The memory of a large copy is
+    recycled when the last reference is gone.
     """
     if array.dtype.hasobject:
         return tensors_of(array.tolist())

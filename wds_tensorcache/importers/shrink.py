@@ -1,4 +1,4 @@
-"""Make samples smaller: float32 tensors as bfloat16 or float16, and no rows of padding."""
+"""Make samples smaller: convert float32 tensors to bfloat16 or float16, and leave out rows of padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBE = 4096  # elements to test first, since most tensors that cannot be narro
 def narrow(tensor: torch.Tensor) -> torch.Tensor:
     """Return a float32 tensor as bfloat16 or float16 if converting it back gives the same bits; bfloat16 is tried first.
 
-    The bits of NaN and of negative zero count, too. A tensor that cannot be narrowed is returned as it is.
+    NaN and negative zero must keep their bits, too. A tensor that cannot be narrowed is returned unchanged.
 
     Memory: newly allocated, or `tensor` itself.
     """
@@ -53,7 +53,8 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
         drop_padding: Leave out rows even if they are not zero. The model must never use these rows.
 
     Raises:
-        FormatError: The sample lacks a tensor or mask, their lengths differ, or the rows are not zero.
+        FormatError: The sample lacks a tensor or a mask, or contains the tensor twice. Or the lengths of a tensor and its mask
+            differ. Or `drop_padding` is False, and rows after the mask are not zero.
     """
     tensors = dict(_named(sample, ""))
     places = Counter(map(id, tensors.values()))
@@ -98,5 +99,5 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_zero(rows: torch.Tensor) -> bool:
-    """Return whether all bits are 0, so that `tc.pad` gives the same rows; negative zero has another bit."""
+    """Return whether all bits are 0, so that `tc.pad` restores the same rows. Negative zero has a bit that is not 0."""
     return not bool(rows.contiguous().view(-1).view(torch.uint8).any())

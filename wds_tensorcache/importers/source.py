@@ -1,4 +1,4 @@
-"""Formats, and the samples that they find in a folder; samples are read on request."""
+"""Formats, and the samples that a format finds in a folder. Samples are read on request."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """One sample of a source, not read yet.
+    """One sample of a source. It is read on request.
 
     Attributes:
-        name: Name in the source, for example a relative path without suffix. `tc.safe_key` makes the key from it.
-        files: Relative paths of the files from which it is read.
-        load: Function that reads it. It raises FormatError or OSError if a file is bad, and may run in any thread.
-        key: Key of the sample; None to make it from the name.
+        name: Name in the source, for example a relative path without suffix.
+        files: Relative paths of the sample's files.
+        load: Function that reads the sample, in any thread. It raises FormatError or OSError if a file is bad.
+        key: Key of the sample; None if `tc.safe_key` makes the key from the name.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Source:
 
     Attributes:
         samples: Samples in a fixed order, with distinct names.
-        provenance: How the samples were made, as JSON values: model, architecture, version, the trainer's metadata. It becomes
-            part of the fingerprint.
-        bad: Files that belong to the format but to no sample, with the reason: `{"a.npz": "no image size in the name"}`.
-        metadata_files: Files that were read and belong to no sample, for example those of the provenance.
+        provenance: Description of how the samples were made, in JSON values: model, architecture, version, the trainer's
+            metadata. It becomes part of the fingerprint.
+        bad: Faults by file, for files of the format that belong to no sample: `{"a.npz": "no image size in the name"}`.
+        metadata_files: Files that were read and belong to no sample, for example the files with the provenance.
         notes: Sentences for the report about facts that the files do not contain.
     """
 
@@ -71,9 +71,9 @@ class Format:
 
     Attributes:
         name: Name for `--format`.
-        title: The program, and what it writes, in one line.
-        files: Pattern of the names of its files; or a function that returns how many files of a folder this format would read.
-            It judges by the names, and if they do not suffice, by the beginnings of a few files.
+        title: The program and its files, in one line.
+        files: Pattern of file names, or a function that counts the files of this format in a folder. The function looks at the
+            names and, if they do not suffice, at the beginnings of a few files.
         open: Function that finds the samples in a folder.
         is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
     """
@@ -85,18 +85,18 @@ class Format:
     is_generic: bool = False
 
     def recognize(self, folder: SourceFolder) -> int:
-        """Return how many files of a folder this format would read."""
+        """Return the number of files of this format in a folder."""
         if isinstance(self.files, re.Pattern):
             return sum(self.files.fullmatch(name) is not None for name in folder.names)
         return self.files(folder)
 
 
 class Faults(dict[str, str]):
-    """Bad files with the reason, as in `Source.bad`."""
+    """The faults of bad files, by file, as in `Source.bad`."""
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Catch a FormatError, which is the fault of the file."""
+        """Record a FormatError of the `with` block as the fault of a file."""
         try:
             yield
         except FormatError as exc:
@@ -104,15 +104,15 @@ class Faults(dict[str, str]):
 
 
 def one_or_all(names: set[str]) -> str | list[str]:
-    """Return the only name, or the sorted list of all names."""
+    """Return the name itself if there is only one name, else the sorted list of all names."""
     return next(iter(names)) if len(names) == 1 else sorted(names)
 
 
 def name_media(paths: Sequence[str]) -> list[str]:
-    """Return distinct names of media files with these absolute paths.
+    """Return a distinct name for each media file, made from its absolute path.
 
-    A name is the path relative to the folder that contains all files, without its suffix if no other file then has the same
-    name. A repeated name gets a number: `clips/a`, `clips/a~2`.
+    Names are relative to the folder that contains all files. A suffix is dropped if no other name is equal without its suffix.
+    A repeated name gets a number: `clips/a`, `clips/a~2`.
     """
     split = [path.replace("\\", "/").strip("/").split("/") for path in paths]
     folders = [parts[:-1] for parts in split] or [[]]
@@ -124,12 +124,12 @@ def name_media(paths: Sequence[str]) -> list[str]:
 
 
 def num_common(left: Iterable[str], right: Iterable[str]) -> int:
-    """Return how many parts at the beginning of two paths are equal."""
+    """Return the number of equal parts at the beginning of two paths."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def number_repeats(names: Iterable[str]) -> list[str]:
-    """Return the names with a number at the end of each name that occurred before."""
+    """Return distinct names: append a number to each repeated name."""
     distinct: dict[str, None] = {}
     counts: Counter[str] = Counter()
     for name in names:

@@ -24,30 +24,30 @@ _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the sam
 
 
 class ShortageError(MemoryError):
-    """Too few descriptors or too little memory to read a file. Not an OSError: handlers of bad files must not catch it."""
+    """A lack of descriptors or memory to read a file. It is not an OSError: handlers of bad files must not catch it."""
 
 
 @dataclass(frozen=True)
 class SourceFolder:
     """The ordinary files in a folder and its subfolders.
 
-    Symbolic links to files inside the folder are followed. In the cache of the Hugging Face Hub, so are links to blobs of the
-    same repository. Links to folders are not followed.
+    Symbolic links to files inside the folder are followed. In the cache of the Hugging Face Hub, links to blobs of the same
+    repository are followed, too. Links to folders are not followed.
 
     Args:
         path: The folder.
-        trust: Pickles and files of `torch.save` may name any class, and run code.
-        files: Relative paths of the only files to import; None for all.
+        trust: True if pickles and files of `torch.save` may name any class, and run code.
+        files: Relative paths of the files to import; None for all files in the folder.
 
     Attributes:
-        names: The paths of all files, relative to the folder, with `/` as separator, sorted.
+        names: Sorted paths of all files, relative to the folder, with `/` as separator.
         faults: Faults by relative path: links that lead out of the folder or nowhere, and folders that cannot be read.
-        ignored: Files that are never read: pipes, sockets, devices, and what macOS writes next to files.
+        ignored: Files that are never read: pipes, sockets, devices, and the `._` files of macOS.
 
     Raises:
         NotADirectoryError: `path` is not a folder.
-        FormatError: A file cannot be read, in all methods that read.
-        ShortageError: Descriptors or memory are short, in all methods that read.
+        FormatError: A file cannot be read. All methods that read raise it.
+        ShortageError: Descriptors or memory are short. All methods that read raise it.
     """
 
     path: str
@@ -92,7 +92,7 @@ class SourceFolder:
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:
-        """The names by their last suffix, in lower case and with its dot; sorted."""
+        """Sorted names by their last suffix, which is in lower case and begins with a dot."""
         names: dict[str, list[str]] = {}
         for name in self.names:
             names.setdefault(os.path.splitext(name)[1].lower(), []).append(name)
@@ -121,7 +121,7 @@ class SourceFolder:
             raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
 
     def read(self, name: str, max_nbytes: int | None = None) -> bytes:
-        """Return the content of a listed file; raise FormatError if it has more than `max_nbytes`."""
+        """Return the content of a listed file; raise FormatError if it has more than `max_nbytes` bytes."""
         with self.open(name) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if max_nbytes is not None and nbytes > max_nbytes:
@@ -129,7 +129,7 @@ class SourceFolder:
             return file.readall()
 
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
-        """Return the text in a listed file: UTF-8, without a byte order mark and without white space around it."""
+        """Return the text in a listed UTF-8 file, without a byte order mark and surrounding white space."""
         try:
             return self.read(name, max_nbytes).decode("utf-8-sig").strip()
         except UnicodeDecodeError as exc:
@@ -140,11 +140,11 @@ class SourceFolder:
         return json.loads(self.read_text(name, _MAX_JSON_NBYTES), parse_constant=str if names_nan else None)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)` of a listed file; raise FormatError if it ends before."""
+        """Return the bytes `[begin, end)` of a listed file; raise FormatError if the file is shorter."""
         return bytes(self.view(name, begin, end))
 
     def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """Return bytes of a listed file; see `view_open`."""
+        """Open a listed file, and return its bytes `[begin, end)`; see `view_open`."""
         with self.open(name) as file:
             return self.view_open(file, name, begin, end)
 

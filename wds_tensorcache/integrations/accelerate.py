@@ -37,19 +37,19 @@ class SkippableLoader:
         return iter(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration begin the given epoch; trainers call it."""
+        """Choose the epoch of the next iteration, as `Loader.set_epoch` does. Trainers call this method."""
         self.loader.set_epoch(epoch)
 
     @staticmethod
     def collate_fn(batch: Any) -> Any:
-        """Return the batch, which is collated already."""
+        """Return the batch unchanged, because it is already collated."""
         return batch
 
 
 class _Positions:
-    """The positions of a loader's batches in the epoch of its next batch.
+    """The positions of the batches in the epoch of a loader's next batch.
 
-    First comes a None for each step that a loaded state has used, because trainers count from the beginning of the epoch.
+    If a state was loaded, a None comes first for each used step, because trainers count from the beginning of the epoch.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -70,7 +70,7 @@ class _Positions:
 
 
 class _Batches(Dataset[Any]):
-    """The batches of a loader by position. The first one moves the loader to its position."""
+    """The batches of a loader by position. Reading a batch that does not come next moves the loader to its position."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""The bytes of `.npy`, `.npz` and gzip files, decoded at a cost that is a small multiple of their length."""
+"""Decode the bytes of `.npy`, `.npz` and gzip files. The cost is at most a small multiple of their length."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ Array = np.ndarray[Any, Any]
 
 
 def parse_npy(content: Any, trust: bool = False) -> Array:
-    """Return the array in the content of an `.npy` file; run the pickles in it only if `trust`.
+    """Return the array in the content of an `.npy` file; run the pickles in it only if `trust` is True.
 
-    Memory: aliases `content`, and may be unaligned.
+    Memory: aliases `content`, and may be unaligned. Arrays of objects are newly allocated.
     """
     is_short = len(content) > 6 and content[6] == 1
     begin = 10 + int.from_bytes(content[8:10], "little") if is_short else 12 + int.from_bytes(content[8:12], "little")
@@ -60,7 +60,7 @@ def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 
 
 def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """Return the files in a zip by name; raise FormatError if two have the same name."""
+    """Return the files in a zip by name; raise FormatError if two files have the same name, or a file has no name."""
     with zipfile.ZipFile(file) as archive:
         files = archive.infolist()
     listed = {file.filename: file for file in files}
@@ -72,7 +72,15 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
-    """Return the bytes of a file in a zip, perhaps compressed by deflate; `view` returns a range of the zip."""
+    """Return the stored bytes of a file in a zip, which may be compressed by deflate.
+
+    Args:
+        view: Function that returns the bytes `[begin, end)` of the zip.
+        file: Entry of the file in the zip.
+
+    Raises:
+        FormatError: The file is damaged, encrypted, or compressed by another method.
+    """
     head = view(file.header_offset, file.header_offset + 30)
     # other methods may allocate gigabytes before the first byte, for example LZMA for its dictionary
     is_known = file.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
@@ -84,7 +92,7 @@ def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
 
 
 def check_content(content: Any, file: zipfile.ZipInfo) -> None:
-    """Raise FormatError if the length or the CRC of a file in a zip is not as listed."""
+    """Raise FormatError if the length or the CRC of a file differs from its entry in the zip."""
     if len(content) != file.file_size or crc32(content) != file.CRC:
         raise FormatError("is damaged: its length or CRC is not as listed")
 
@@ -95,9 +103,11 @@ def parse_npz(
     """Return the arrays of an `.npz` file by name; see `parse_npy`.
 
     Args:
-        files: The result of `list_zip`.
-        limit: Limit for the total bytes of all arrays.
-        remedy: Advice for users that trust the file, at the end of a message about the limit.
+        content: Content of the `.npz` file.
+        files: Files in the zip, as `list_zip` returns them.
+        limit: Maximum number of bytes of all arrays together.
+        remedy: Advice at the end of a message about the limit, for users who trust the file.
+        trust: True if pickles in arrays may run.
 
     Memory: arrays that are not compressed alias `content`.
     """

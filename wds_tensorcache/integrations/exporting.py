@@ -1,4 +1,4 @@
-"""Export a cache to files that need no part of this package: one file for each sample, or a WebDataset tar."""
+"""Export a cache to files that can be read without this package: one file for each sample, or a WebDataset tar."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class ExportReport:
     Attributes:
         num_written: Number of samples that this call has written.
         num_present: Number of samples that an interrupted call had written.
-        renamed: Names of the files by key, for samples with an original name that the files could not have.
-        widened: Dtypes in the files by tensor name, for tensors with a dtype that the files cannot hold; no number changes.
-        as_text: Types by name, for values that JSON cannot hold, such as sets and NaN; the JSON has a text in their place.
-        num_without: Number of samples in the shards that do not have the exported cache, for example only a picture.
+        renamed: File names by key, for samples whose files could not have the original name.
+        widened: Dtypes in the files by tensor name, for tensors with a dtype that the files cannot hold. No number changes.
+        as_text: Types by name, for values that JSON cannot hold, such as sets and NaN. The JSON has a text in their place.
+        num_without: Number of samples in the shards without the exported cache, for example samples with only a picture.
         other_caches: Names of other caches in the shards, which are not exported.
     """
 
@@ -72,28 +72,31 @@ def export_cache(
 ) -> ExportReport:
     """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
 
-    `NAME` is the original name of the sample (see `tc.original_name`). If a file on some system cannot have this name, or
-    another file has it, `NAME` is the key or a name made from the key, and `renamed` in the report lists the sample. No file is
-    ever written outside `out`.
+    `NAME` is the original name of the sample (see `tc.original_name`). If some system does not allow this name for a file, or
+    another file has the name, `NAME` is the key, or a name made from the key. The report lists these samples in `renamed`. No
+    file is ever written outside `out`.
 
     - `"pt"`: any nested sample, by `torch.save`. To load a sample with numpy arrays, `torch.load` needs `weights_only=False`.
     - `"npz"` and `"safetensors"`: the tensors, named by the keys on their paths: `text.states`. Other values are in
-      `NAME.json`, by the same kind of names, or in `NAME.values.json` if samples have members with the suffix `json`. numpy has
-      no bfloat16 and no float8: such tensors are float32 with the same numbers.
+      `NAME.json`, with names of the same form, or in `NAME.values.json` if samples have members with the suffix `json`. numpy
+      has no bfloat16 and no float8: such tensors become float32 with the same numbers.
     - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
 
-    The folder appears when it is complete. If a call was interrupted or killed, the same call continues it.
+    The folder appears when it is complete. If an export was interrupted or killed, repeat the call to continue the export.
 
     Args:
-        cache: Cache, or a view of one.
-        out: Local folder. It is made; if it exists, it must be empty.
+        cache: Cache, or a view of a cache.
+        out: Local folder, which is created. If it exists, it must be empty.
         kind: `"pt"`, `"npz"`, `"safetensors"` or `"webdataset"`.
         progress: As for `tc.build`.
+
+    Returns:
+        The counts, and the names and values that had to change.
 
     Raises:
         ValueError: `kind` is unknown, or `out` is a url.
         TypeError: `cache` is not a cache, for example a path.
-        FileExistsError: The folder is not empty, or another process writes it.
+        FileExistsError: The folder is not empty, or another process is writing it.
         EncodeError: The kind of file cannot hold a value or a member; the message names it.
         InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
         FormatError: A shard is damaged; or `tc.open` has warned that the manifest does not list all shards of the folder.
@@ -118,7 +121,7 @@ def export_cache(
 
 
 def _check_hidden(cache: Cache) -> None:
-    """Raise TarFormatError if a shard has members that the cache does not see."""
+    """Raise TarFormatError if a shard has members after its end, which readers do not see."""
     for part in cache._caches if isinstance(cache, JoinedCache) else ():
         _check_hidden(part)
     for shard in cache._store.shards if isinstance(cache, TensorCache) else ():
@@ -187,7 +190,7 @@ class _Export:
         return [suffix for suffix, rows in self._having.items() if rows[i]]
 
     def _name(self, i: int, key: str) -> str:
-        """Choose a name for a sample's files that no other file has."""
+        """Choose an unused name for the files of a sample."""
         suffixes = [*self._own, *self._members(i)]
         for suffix in suffixes[len(self._own) :]:
             if suffix in self._own:
@@ -211,7 +214,7 @@ class _Export:
         return name
 
     def _claim(self, name: str, suffixes: Iterable[str]) -> bool:
-        """Claim the names of a sample's files, unless one of them is in use, also as a folder."""
+        """Claim the names of a sample's files; return False if a file or folder already has one of these names."""
         folded = name if self._kind == "webdataset" else _fold(name)
         files = [f"{folded}.{suffix}" for suffix in suffixes]
         folders = [folded[:end] for end, character in enumerate(folded) if character == "/"]
@@ -221,7 +224,7 @@ class _Export:
         return True
 
     def _contents(self, i: int) -> dict[str, bytes]:
-        """Return the contents of a sample's files by suffix; the one with the tensors is the last."""
+        """Return the contents of a sample's files by suffix; the file with the tensors is the last."""
         members = {suffix: self._cache.read_members([i], suffix)[0] for suffix in self._members(i)}
         sample = realize(self._cache[i])
         self.report.num_written += 1
@@ -247,7 +250,7 @@ class _Export:
         return {**members, **texts, self._kind: content}
 
     def _separate(self, sample: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the tensors as the file needs them, and the other values as JSON has them, by name."""
+        """Return the tensors in the form for the file, and the other values in the form for JSON, both by name."""
         arrays: dict[str, Any] = {}
         values: dict[str, Any] = {}
         try:
@@ -330,7 +333,7 @@ def _encode_json(values: dict[str, Any]) -> bytes:
 
 
 def _is_safe(name: str) -> bool:
-    """Return whether a relative path names a file in its folder, on every system."""
+    """Return whether every system accepts a relative path as the name of a file inside a folder."""
     return (
         all(part.isprintable() and part[:1] not in ("", ".") and _REFUSED.isdisjoint(part) for part in name.split("/"))
         and max(map(len, name.encode().split(b"/"))) <= _MAX_PART_NBYTES
@@ -339,5 +342,5 @@ def _is_safe(name: str) -> bool:
 
 
 def _fold(name: str) -> str:
-    """Return a form that is equal for two names if some file system treats them as one name."""
+    """Return a normal form of a name. Names that some file system treats as equal have the same form."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())

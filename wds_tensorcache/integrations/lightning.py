@@ -1,4 +1,4 @@
-"""The callback with which Lightning resumes exactly: a loader's state, and the counters that belong to it."""
+"""The callback with which Lightning resumes exactly: it restores the states of loaders, and Lightning's counters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from wds_tensorcache.training.loader import BaseLoader
 
-# the package that the script has imported, because their classes do not mix
+# the package that the script has imported, because the classes of the two packages do not mix
 _IMPORTED = [name for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
 _INSTALLED = "lightning.pytorch" if find_spec("lightning") else "pytorch_lightning"
 _NAME = _IMPORTED[0] if _IMPORTED else _INSTALLED
@@ -34,11 +34,11 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         self._states: list[Any] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget the states of an earlier call of the trainer."""
+        """Forget the loaders' states from an earlier call of the trainer."""
         self._states = []
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the states of the loaders, and reopen an epoch that was not finished."""
+        """Keep the loaders' states from a checkpoint. If its epoch was not finished, correct Lightning's counters of epochs."""
         loops = checkpoint["loops"]["fit_loop"]
         self._states = loops["state_dict"].get("combined_loader", [])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
@@ -49,7 +49,7 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
                 counts["completed"] = counts["processed"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the states, and count the used part of the epoch in batches of the loader's size."""
+        """Load the states into the loaders, and set Lightning's counters to the number of used batches."""
         states, self._states = self._states, []
         if not states:
             return
@@ -71,6 +71,6 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         batches = trainer.fit_loop.epoch_loop.batch_progress
         counts = batches.current
         used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left
-        # after a checkpoint in a hook of a batch, `completed` is one less than the rest
+        # after a checkpoint in a hook of a batch, `completed` is one less than the other counters
         counts.completed += used - counts.ready
         counts.ready = counts.started = counts.processed = used

@@ -1,8 +1,8 @@
-"""Read pickles, and files of `torch.save`, without running them: only plain values, numpy arrays and tensors.
+"""Read plain values, numpy arrays and tensors from pickles and files of `torch.save`, without running code.
 
 An allow-list of names is not enough: 500 bytes can describe a key of nested, shared tuples whose hash takes years, 400 bytes
-can allocate gigabytes, and a state can change any object. So opcodes are listed, too, states change only arrays and dtypes,
-each call checks its arguments, and time and memory stay a small multiple of the bytes read.
+can allocate gigabytes, and a state can change any object. So opcodes are also limited to a list. States change only arrays and
+dtypes, and each call checks its arguments. Time and memory stay a small multiple of the bytes read.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = N
 
     Args:
         raw: The pickle, with nothing after it.
-        limit: Limit for the total bytes of all tensors, arrays and copied values; elements that tensors share count once per
-            tensor.
-        remedy: Advice for users that trust the file, at the end of messages.
+        limit: Maximum number of bytes of all tensors, arrays and copied values together. Elements that tensors share count once
+            for each tensor.
+        remedy: Advice at the end of messages, for users who trust the file.
         allow: Classes that the caller trusts.
 
     Raises:
-        UnsafeSkeletonError: The pickle names a class or function that `tc.decode` does not list.
+        UnsafeSkeletonError: The pickle names a class or function that `tc.decode` does not allow.
         FormatError: The pickle is damaged, or exceeds `limit`.
 
     Memory: arrays may be read-only.
@@ -73,16 +73,16 @@ def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = N
 
 
 def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed | None = None) -> Any:
-    """Return the object in a file of `torch.save`, with all tensors on the CPU; `_metadata` of state dicts is dropped.
+    """Return the object in a file of `torch.save`, with all tensors on the CPU and without the `_metadata` of state dicts.
 
     Args:
-        file: The file, a zip from torch 1.6 or later.
+        file: The file, a zip that torch 1.6 or later wrote.
         raw: The bytes of the file, which begin at an aligned address.
         limit, remedy, allow: As for `decode_pickle`.
 
     Raises:
-        UnsafeSkeletonError: As `decode_pickle`.
-        FormatError: The file is damaged, in a different format, or exceeds `limit`.
+        UnsafeSkeletonError: As for `decode_pickle`.
+        FormatError: The file is damaged, has a different format, or exceeds `limit`.
 
     Memory: tensors alias `raw` if it is writable; all tensors of a storage share its memory.
     """
@@ -123,7 +123,7 @@ def peek_pth(begin: bytes) -> Any:
         begin: First bytes of the file, with its whole pickle, which torch writes before the tensors.
 
     Raises:
-        UnsafeSkeletonError: The file contains more than `load_pth` reads.
+        UnsafeSkeletonError: The file contains an object that `load_pth` refuses.
         FormatError: `begin` is damaged, or ends inside the pickle.
     """
     with _advising(""):
@@ -136,7 +136,7 @@ def peek_pth(begin: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """The memory of tensors, and the dtype of tensors that name none."""
+    """The memory that tensors share, and the dtype of tensors that do not name a dtype."""
 
     memory: Any  # None if tensors are not read
     dtype: torch.dtype
@@ -161,14 +161,14 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
-    """An unpickler of listed opcodes and names.
+    """An unpickler that accepts only listed opcodes and names.
 
     It is written in Python, because C's unpickler hashes keys before their parts can be counted.
 
     Args:
         file: The pickle.
         limit, remedy, allow: As for `decode_pickle`.
-        load_storage: Function from the key of a storage to its memory.
+        load_storage: Function that returns the memory of a storage by its key.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             self.memo.clear()  # its builders refer to this object
 
     def load_checked(self) -> Any:
-        """Return the object; refuse storages and classes in it, and deep nesting."""
+        """Return the object; raise an error if it contains a storage or a class, or nests too deeply."""
         result = self.load()
         for part, depth in walk(result):
             if part.__class__ in (_Storage, Builder):

@@ -25,7 +25,9 @@ _LIMIT_REMEDY = "; if you trust the shard, use tc.decode(max_expanded_nbytes=…
 
 
 class MemberDecoder(Decoder):
-    """webdataset's `Decoder`, but bad bytes raise FormatError. Errors of the caller's own functions are not changed.
+    """A version of webdataset's `Decoder` that raises FormatError for bad bytes.
+
+    Errors of the caller's own functions are not changed.
 
     Args:
         handlers: Functions of the caller, in call order.
@@ -72,13 +74,13 @@ def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:
 
 
 def _is_stock(handler: Any) -> bool:
-    """Return whether a handler is webdataset's own code, so that its errors depend only on the bytes."""
+    """Return whether a handler is webdataset's own code, whose errors depend only on the bytes."""
     is_function = isinstance(handler, types.FunctionType) and handler.__module__ == autodecode.__name__
     return is_function or isinstance(handler, autodecode.ImageHandler)
 
 
 def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> Any:
-    """Decode a member as webdataset does, with the checks that it lacks; return None for other extensions."""
+    """Decode a member as webdataset does, with further checks; return None if the handler does not know the extension."""
     kind = extension.rpartition(".")[2]
     if len(kind) > _MAX_EXTENSION:
         return None  # webdataset's regular expressions are quadratic in the length of an extension
@@ -109,7 +111,7 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
 
 
 def _check_picture(content: bytes) -> None:
-    """Raise FormatError for a picture with a cost that Pillow's limit on pixels does not bound."""
+    """Raise FormatError if Pillow's limit on pixels does not bound the cost of decoding a picture."""
     import PIL.Image  # not among this package's requirements
 
     with PIL.Image.open(io.BytesIO(content)) as picture:

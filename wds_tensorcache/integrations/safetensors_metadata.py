@@ -1,4 +1,4 @@
-"""The metadata of a `.safetensors` file as a member of a sample, and back."""
+"""Convert the metadata of a `.safetensors` file to a member of a sample, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ METADATA = "metadata.json"  # suffix of the member
 
 
 def dump_metadata(metadata: dict[str, str]) -> bytes:
-    """Return the member for the metadata of a file."""
+    """Return the content of the member for the metadata of a file."""
     return json.dumps(metadata, sort_keys=True, ensure_ascii=False).encode()
 
 

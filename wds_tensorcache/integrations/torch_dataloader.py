@@ -1,4 +1,4 @@
-"""A torch `DataLoader` over steps, one batch each: worker processes read batches, the main process keeps an exact state."""
+"""A torch `DataLoader` of batches: worker processes read the batches, and the main process keeps an exact state."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ class StepDataset(Dataset[Any]):
     """A map-style dataset whose items are batches: `dataset[step]` reads the batch of one step of a `StepSampler`.
 
     Args:
-        sampler: Sampler that has the caches to read.
+        sampler: Sampler of the caches to read.
         collate, pad_value: As for `read_batch`.
         choose, transform: As for `tc.Loader`; worker processes call `transform`.
-        with_info: Return pairs of a batch and its `BatchInfo`. If a worker process made the `BatchInfo`, it has keys, shapes
-            and choices in place of the cache.
+        with_info: Return pairs of a batch and its `BatchInfo`. A `BatchInfo` from a worker process contains keys, shapes and
+            choices in place of the cache.
+
+    Raises (when indexed):
+        TypeError: The index is not a `Step`.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
     """
@@ -114,6 +117,7 @@ def torch_loader(
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
+        TypeError: An option is unknown.
     """
     check_options(torch_loader, steps, StepOptions.__annotations__)
     if num_workers == 0 and timeout > 0:
@@ -139,11 +143,11 @@ def torch_loader(
 
 
 class TorchLoader(BaseLoader, DataLoader[Any]):
-    """torch's `DataLoader` with a state that follows the last batch returned; made by `torch_loader`.
+    """torch's `DataLoader` with a state that follows the last returned batch. `torch_loader` makes it.
 
     The state is exact for any number of workers, before and after resuming, and `tc.Loader` accepts it too. An error in a
-    worker ends the iteration and is raised here with its type and attributes; the position stays after the last batch
-    returned.
+    worker ends the iteration, and is raised in the main process with its type and attributes. The position stays after the last
+    returned batch.
 
     Lightning saves and restores the state. accelerate's `prepare` returns this loader, on any number of ranks. From then on,
     its batches are on accelerate's device, and accumulated gradients are used at the end of each epoch.
@@ -179,12 +183,12 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Always True: accelerate's `prepare` then returns this loader, instead of one that distributes the steps again."""
+        """Always True, so that accelerate's `prepare` returns this loader, and does not distribute the steps again."""
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """Accelerate sets this for each loader that `prepare` returns."""
+        """Note that accelerate's `prepare` has returned this loader."""
         self._is_prepared = value
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,7 +201,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         return self._accelerated(self._read_steps()) if self._is_prepared else self._read_steps()
 
     def _accelerated(self, reads: Generator[Read, None, None]) -> Generator[Read, None, None]:
-        """Yield the batches on accelerate's device, and mark the last one, with which accelerate uses all gradients."""
+        """Yield the batches on accelerate's device. Mark the last batch, so that accelerate uses all accumulated gradients."""
         from accelerate.state import GradientState, PartialState
         from accelerate.utils import send_to_device
 

@@ -95,23 +95,23 @@ def decode(
     """Return a stage that decodes samples, for `wds.DataPipeline`, `.compose` and `.map`.
 
     The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`) that was passed to `tc.encoder`.
-    All other members are decoded as by `wds.decode`, with these exceptions. Pickles (`pyd`, `pickle`, `pkl`, `pth`) may
-    contain plain values, arrays and scalars of numbers, bools, bytes and texts, dense tensors and parameters in host memory,
-    and these types that FORMAT.md lists: all but bytearray, deque, UUID and times of numpy. `cbor`, EPS and compressed FITS
-    pictures are refused, because the cost of their decoders is unbounded; your own handler may decode any of these first.
-    A `.safetensors` member that belongs to no cache is returned as bytes.
+    The stage decodes all other members as `wds.decode` does, with these exceptions. Pickles (`pyd`, `pickle`, `pkl`, `pth`) may
+    contain plain values, arrays and scalars of numbers, bools, bytes and texts, and dense tensors and parameters in host
+    memory. They may also contain the types that FORMAT.md lists, except bytearray, deque, UUID and times of numpy. `cbor`, EPS
+    and compressed FITS pictures are refused, because the cost of their decoders is unbounded. Your own handler may decode any
+    of these first. A `.safetensors` member that belongs to no cache is returned as bytes.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).
         lazy: True leaves tensors unread until they are used.
         verify: True recomputes both digests of every sample.
         allow: Classes that skeletons and other pickles may build; only for shards that you trust.
-        handler: Function that is called with the exception if a sample cannot be decoded; re-raises by default.
-        max_expanded_nbytes: Limit for the expanded length of a compressed member (`gz`, `npz`), and for the total size of
-            tensors and arrays of a pickle that share their elements. Members may always expand to 64 times their own length.
-            A compressed pickle (`pkl.gz`) may expand to 1/64 of this limit, or 8 times its length; compressed JSON or
-            MessagePack to 1/8 of it, or 64 times its length. Reason: their objects take more memory. Pictures have Pillow's
-            own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
+        handler: Function that is called with the exception if a sample cannot be decoded. By default, it raises the exception.
+        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed member (`gz`, `npz`), and for the total size
+            of tensors and arrays of a pickle that share their elements. Members may always expand to 64 times their own length.
+            A compressed pickle (`pkl.gz`) may expand only to 1/64 of this limit, or to 8 times its length, because its objects
+            take more memory. Compressed JSON or MessagePack may expand to 1/8 of this limit, or to 64 times its length.
+            Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises (when iterating):

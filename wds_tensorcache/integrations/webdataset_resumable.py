@@ -1,4 +1,4 @@
-"""webdataset streams that resume at the sample at which their state was saved."""
+"""webdataset streams that resume from a saved state, at the next sample."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ class ResumablePipeline(IterableDataset[Any]):
     Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
     be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
 
-    Remote shards (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`) are read by this package's clients, as in `tc.open`, with
-    requests in flight for the next few MiB, retries, and `If-Match`. After `load_state_dict`, a remote shard is read from its
-    first sample that is not done, unless it has changed, is compressed, or its server sends no ETag and no date.
+    This package's clients read remote shards (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`), as in `tc.open`, with requests
+    in flight for the next few MiB, retries, and `If-Match`. After `load_state_dict`, a remote shard is read from its first
+    sample that is not done. If the shard has changed or is compressed, or the server sends no ETag and no date, it is read from
+    its beginning.
 
     Ranks, and then the workers of a rank, get about the same number of bytes if all shards are local files, else about the same
     number of shards. So ranks may have different numbers of samples. Each worker has its own state. torchdata's
@@ -65,9 +66,9 @@ class ResumablePipeline(IterableDataset[Any]):
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote text is
             a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in
             an object store, a text without a dot in its last part is a folder, too. Any other remote text is a shard, unlike
-            in `tc.open`. A text of another kind, and each text of a list, is passed to webdataset's `gopen`, which runs a
-            command if it starts with `pipe:`. A `PathLike`, the name of a file, and any name found through a folder, manifest,
-            wildcard or brace is always opened as a path.
+            in `tc.open`. A text in a list is always a shard. webdataset's `gopen` opens texts of all other kinds, and runs a
+            text that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a folder,
+            manifest, wildcard or brace is always opened as a path.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -143,7 +144,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or resume that of a loaded state. An older iteration in progress then raises RuntimeError."""
+        """Begin the next epoch, or resume the epoch of a loaded state. An older iteration then raises RuntimeError."""
         info = self._enter()
         self._iteration += 1
         if info is not None:
@@ -185,7 +186,7 @@ class ResumablePipeline(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. If a loaded state stopped within this epoch, the iteration resumes there.
 
-        If the rest of an earlier epoch is left out, it warns once.
+        The first call that leaves out unused samples of an earlier epoch warns.
 
         Raises:
             ValueError: `epoch` is negative or too large.
@@ -220,7 +221,7 @@ class ResumablePipeline(IterableDataset[Any]):
                     return
 
     def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard that are not done. A remote shard is read from the first of these on."""
+        """Yield the samples of a shard that are not done. Reading a remote shard starts at the first such sample."""
         url, listed = self._urls[shard], self._listed[shard]
         source, first = {"url": url}, (0, 0)
         if is_remote(url):
@@ -268,7 +269,7 @@ class ResumablePipeline(IterableDataset[Any]):
         """Resume at the point at which the state was saved.
 
         Raises:
-            ValueError: The state is damaged, is of another version, or belongs to other shards, another order, or another
+            ValueError: The state is damaged, has another version, or belongs to other shards, another order, or another
                 number of ranks or workers.
         """
         self._enter()
@@ -302,15 +303,15 @@ class _SharedEpochs:
     """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
 
     All workers of an iteration have the same base seed, which is the worker's seed minus its index. The first worker registers
-    the next epoch under this base seed, and the others find it there, even if workers of the next iteration have already begun.
+    the next epoch under this base seed. The other workers find the epoch there, even if the next iteration has begun elsewhere.
     No lock is needed, because all workers of an iteration write the same value into the same cell.
 
     Threads/fork/pickle: forked and spawned processes share the cells; a copy by `pickle` or `deepcopy` is independent.
     """
 
     def __init__(self) -> None:
-        # a cell for each recent iteration: its epoch + 1 and its key, which is 0 for one in the main process; then a cell for
-        # each worker: its last epoch + 1
+        # a cell for each recent iteration: its epoch + 1, and its key, which is 0 for an iteration in the main process; then a
+        # cell for each worker: its last epoch + 1
         self._cells = torch.zeros(_NUM_RECENT + _NUM_WORKERS, dtype=torch.int64)
         self.__setstate__({})
 
@@ -355,12 +356,12 @@ class _SharedEpochs:
 
 
 class _Done:
-    """The samples of a shard that have left the last stage, and where reading a remote shard can start again.
+    """The samples of a shard that have left the last stage, and the offsets at which reading a remote shard can start.
 
     Attributes:
         edges: Ranges of sample indices, half open, as ascending `[begin, end, begin, end, ...]`.
         count: Number of samples in the shard; None until the whole shard was read.
-        starts: Offsets of samples that are not done, by sample index; only of remote shards.
+        starts: Byte offsets of samples that are not done, by sample index; empty for a local shard.
         info: State of the remote object to which `starts` belong; None for a local shard.
     """
 
@@ -382,7 +383,10 @@ class _Done:
             self.edges[at - before : at + after] = new[before : 2 - after]
 
     def first_start(self) -> list[Any] | None:
-        """Return index and offset of the first sample that is not done, and the object's length and tag; None if unknown."""
+        """Return the index and offset of the first sample that is not done, and the remote object's length and tag.
+
+        Return None if the offset or the tag is unknown.
+        """
         first = self.edges[1] if self.edges[:1] == [0] else 0
         begin = self.starts.get(first)
         if not begin or self.info is None or self.info.tag is None:  # only a tag shows whether the object has changed
@@ -397,7 +401,7 @@ def _find_worker() -> tuple[int, int]:
 
 
 def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
-    """Return the samples that a state lists, by shard, and where to start."""
+    """Parse the finished samples in a state, by shard; raise ValueError if the state is damaged."""
     try:
         done = {int(shard): _Done(edges, count) for shard, (edges, count) in samples.items()}
         for shard, ranges in done.items():
@@ -421,7 +425,7 @@ def _are_counts(*values: Any) -> bool:
 
 
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
-    """Yield the shard, and the index in it, of each sample in an item."""
+    """Yield the shard and the sample index of each sample in an item."""
     if isinstance(item, str):
         if item.startswith(_PREFIX):
             shard, _, index = item[len(_PREFIX) :].partition(":")
@@ -434,7 +438,7 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
 
 
 def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -> list[int]:
-    """Return the shards of one part; each shard in turn goes to the part with the fewest bytes so far."""
+    """Return the shards of one part. Each shard in turn goes to the part with the smallest load so far."""
     # a heap, since 10^5 shards may be divided among 10^4 ranks
     totals = [(0, index) for index in range(num_parts)]
     of_part = []
@@ -448,7 +452,7 @@ def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -
 
 def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:
     """Return a digest of the names of all shards, their loads, and their entries in a manifest."""
-    # without queries, which change, unless they alone tell shards apart
+    # without queries, which change, unless some urls differ only in their queries
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
         names = [reveal(url) for url in urls]
@@ -464,6 +468,6 @@ def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None
 
 
 def _loads(urls: list[str]) -> list[int]:
-    """Return the lengths of all shards; ones if not all shards are local files."""
+    """Return the lengths of all shards in bytes; if not all shards are local files, return 1 for each shard."""
     paths = [url if os.path.lexists(url) else url.removeprefix("file:") for url in urls]
     return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)

@@ -35,7 +35,7 @@ def tarfile_to_samples(
 ) -> TarSamples:
     """Return a stage that replaces `wds.tarfile_to_samples`, with the same arguments and samples.
 
-    The stage takes 20% to 60% of the time of webdataset's, and closes each shard after reading it. A shard without an
+    The stage takes 20% to 60% of the time of webdataset's stage, and closes each shard after reading it. A shard without an
     end-of-archive block is an error, and its last sample, which may be incomplete, is not yielded. webdataset's own stage may
     merge this sample with the first sample of the next shard. Two kinds of members are errors, too: a member with a name that
     webdataset reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), and a GNU sparse member.
@@ -46,19 +46,20 @@ def tarfile_to_samples(
     name of an existing file, that file is read. `ResumablePipeline` never runs names from folders or manifests as commands.
 
     Args:
-        handler: Function that is called with the exception of a shard or member; re-raises by default. If it returns True,
-            reading continues with the next shard or member.
+        handler: Function that is called with the exception of a shard or member. By default, it raises the exception. If it
+            returns True, reading continues with the next shard or member.
         select_files: Function of a member's name that returns whether to read the member.
         rename_files: Function from a member's name to its new name.
-        max_expanded_nbytes: Limit for the bytes of a shard that is compressed (gzip, bzip2, xz). It may always
-            expand to 64 times the bytes that were read. In such a shard, a skeleton or another pickle may have 1/64 of this
-            limit, or 8 times these bytes; a member of JSON or MessagePack 1/8 of it, or 64 times these bytes. Reason: their
-            objects take more memory. Raise the limit for shards that you trust.
+        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed shard (gzip, bzip2, xz). A shard may always
+            expand to 64 times the bytes that were read. In a compressed shard, a skeleton or another pickle may have 1/64 of
+            this limit, or 8 times the bytes that were read, because its objects take more memory. A member of JSON or
+            MessagePack may have 1/8 of this limit, or 64 times the bytes that were read. Raise the limit for shards that you
+            trust.
 
     Raises (when iterating):
         FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
             has the shard's name and the byte offset.
-        OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote one.
+        OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote shard.
         ImportError: A remote url needs a package that is not installed; the message says which.
     """
     return TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
@@ -95,14 +96,14 @@ class TarSamples:
     ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
         """Yield for each sample its index in the shard, the sample, and the offset of the next sample.
 
-        The sample is None if it is not wanted or is marked as bad. The offset is None after the last sample, and where no
-        other stream can begin.
+        The sample is None if it is not wanted or is marked as bad. The offset is None for the last sample, and if no stream can
+        begin at the next sample.
 
         Args:
             shard: Dict with `url`, and optionally an open `stream` and a `local_path`, as webdataset's stages pass them.
             is_wanted: Function of a sample's index; the bytes of unwanted samples are skipped.
             first: Index of the first sample in `stream`, and its offset in the shard.
-            listed: The shard in a manifest, with which the samples of the whole tar are compared.
+            listed: The shard in a manifest, to check the number of samples in the tar; None for no check.
         """
         url, stream = shard["url"], shard["stream"] if "stream" in shard else open_url(shard["url"])
         if isinstance(stream, RemoteStream):
@@ -137,7 +138,7 @@ class TarSamples:
         first: int,
         listed: FoundShard | None,
     ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
-        """Yield as `samples_of` does; a sample is a run of members with the same key."""
+        """Group consecutive members with the same key into samples; yield the same values as `samples_of`."""
         sample: dict[str, Any] = {}
         index, is_kept = first - 1, False
         # the samples of the tar, also those that the caller's functions or handler drop
@@ -181,7 +182,7 @@ class TarSamples:
             raise Stopped from error
 
     def _split(self, name: str) -> tuple[str, str] | None:
-        """Return key and suffix of a member; None if it is not wanted."""
+        """Return the key and the suffix of a member; None if the member is not wanted."""
         name = self.rename_files(name) if self.rename_files is not None else name
         if self.select_files is not None and not self.select_files(name):
             return None

@@ -1,4 +1,4 @@
-"""Urls of shards for webdataset streams: find the shards that a text names, and open them."""
+"""Find and open the shards of webdataset streams, by path or url."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _REPLACED = frozenset({"gopen_curl", "gopen_gsutil", "gopen_hf"})
 def is_remote(url: Any) -> bool:
     """Return whether this package's clients read a url: s3, gs, az, http, https or hf.
 
-    They do not if a file has this name, if webdataset's variable GOPEN_REWRITE changes the url, or if the user has registered
-    a function for the scheme in webdataset's `gopen_schemes`.
+    They do not read a url if a file has this name, if webdataset's variable GOPEN_REWRITE changes the url, or if the user has
+    registered a function for the scheme in webdataset's `gopen_schemes`.
     """
     if not isinstance(url, str) or isinstance(url, os.PathLike) or not is_url(url) or os.path.lexists(url):
         return False
@@ -39,8 +39,8 @@ def is_remote(url: Any) -> bool:
 def open_url(url: Any) -> Any:
     """Open a path or a url as a stream of bytes.
 
-    Hazard: for schemes that this package's clients do not read, this is webdataset's `gopen`, which runs a name that starts
-    with `pipe:` as a command.
+    Hazard: urls that this package's clients do not read are passed to webdataset's `gopen`, which runs a url that starts with
+    `pipe:` as a command.
     """
     if is_remote(url):
         return RemoteStream(url)
@@ -65,9 +65,10 @@ class _Path(str):
 
 
 def find_urls(urls: Any) -> list[Url]:
-    """Return the urls of all shards, each with its entry in a manifest, if there is one.
+    """Return the url of each shard, with the shard's entry in a manifest, or None.
 
-    Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Remote urls are concealed.
+    Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Secrets in remote urls are
+    concealed.
     """
     if isinstance(urls, str) and not isinstance(urls, os.PathLike):
         return _find_text(urls)

@@ -1,4 +1,4 @@
-"""Ray Data, as `tc.ray`: datasets read from caches, caches written from datasets, and caches built by actors on a cluster.
+"""Ray Data, as `tc.ray`: read caches as datasets, write datasets as caches, and build caches with actors on a cluster.
 
 Without Ray, `tc.ray` raises ImportError.
 """

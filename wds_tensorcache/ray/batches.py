@@ -27,8 +27,8 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
 
     Args:
-        row: Values by column, as `ds.take`, `ds.iter_rows` and functions of `ds.map` have them.
-        allow: Classes that samples may contain beyond those of the format.
+        row: Values by column, as `ds.take` and `ds.iter_rows` return them, and as functions of `ds.map` get them.
+        allow: Classes that samples may contain besides the types of the format.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`, or an exact sample is damaged.
@@ -50,7 +50,7 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
 
 def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
-    """Return a collate function for `ds.iter_torch_batches`. Its batches are those of `ray_to_torch`.
+    """Return a collate function for `ds.iter_torch_batches`. It returns the same batches as `ray_to_torch`.
 
     Ray moves a batch to a device only if all its columns are tensors: select such columns first, or move the tensors yourself.
 
@@ -72,7 +72,7 @@ class _Collate(ArrowBatchCollateFn):  # type: ignore[misc]
 
 
 def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Any]:
-    """Return the columns of a batch as torch tensors, in functions of `ds.map_batches` for example.
+    """Return the columns of a batch as torch tensors, for example in a function of `ds.map_batches`.
 
     Args:
         batch: Batch of a dataset that `read_ray` made, in any of Ray's formats: numpy, pandas or pyarrow.
@@ -80,12 +80,12 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
 
     Returns:
         By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if the shapes agree. Otherwise a list of B
-        tensors, with None where a sample lacks the tensor. Numbers are a tensor `[B]`, other values a list. Arrays of texts and
-        dates stay arrays of numpy. The column `__tensorcache__` is left out.
+        tensors, with None where a sample lacks the tensor. Numbers become a tensor `[B]`, and other values a list. numpy arrays
+        of texts and dates stay numpy arrays. The column `__tensorcache__` is left out.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.
-        TypeError: `batch` has none of these formats.
+        TypeError: `batch` has another format.
 
     Memory: tensors are newly allocated, on the CPU.
     """
@@ -115,17 +115,17 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
     Args:
         tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors, None where a sample lacks the tensor. Other
             values stay as they are.
-        batch: Batch that the function got, with the same B rows. Dtypes that Arrow lacks need it: bfloat16, 8-bit floats and
-            complex numbers.
+        batch: Batch that the function got, with the same B rows. It is required for dtypes that Arrow lacks: bfloat16, 8-bit
+            floats and complex numbers.
 
     Returns:
-        By column: an array of numpy `[B, …]`, or a list of B arrays. bfloat16 is uint16 with the same bits, and all other
-        dtypes are as in the columns of `read_ray`. With `batch`, also the column `__tensorcache__`, which records the dtypes.
+        By column: a numpy array `[B, …]`, or a list of B arrays. bfloat16 is uint16 with the same bits, and all other dtypes
+        are as in the columns of `read_ray`. With `batch`, also the column `__tensorcache__`, which records the dtypes.
 
     Raises:
-        ValueError: The format cannot store a dtype, or Arrow lacks one and `batch` is None.
+        ValueError: The format cannot store a dtype, or Arrow lacks a dtype and `batch` is None.
 
-    Memory: aliases tensors on the CPU; those on a GPU are copied.
+    Memory: aliases tensors on the CPU; tensors on a GPU are copied.
     """
     columns = {name: _as_column(value) for name, value in tensors.items()}
     dtypes = {name: rows for name, value in tensors.items() if any(rows := _dtypes_of(value))}
@@ -144,7 +144,7 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
 
 
 def _dtypes_of(value: Any) -> list[torch.dtype | None]:
-    """Return the dtype of each row of a list, or one dtype for all rows of a tensor; None for other values."""
+    """Return the dtype of each row of a list, or one dtype for all rows of a tensor. Other values have the dtype None."""
     rows = value if isinstance(value, list) else [value]
     return [row.dtype if isinstance(row, torch.Tensor) else None for row in rows]
 
@@ -160,12 +160,13 @@ def _as_column(value: Any) -> Any:
 def ray_table(keys: Sequence[str], samples: Sequence[Any], *, allow: Iterable[type] = ()) -> Any:
     """Return a block of a dataset, a `pyarrow.Table`, with one exact row for each nested sample.
 
-    Return it from a function of `ds.map_batches` to hand samples to `write_ray`. Rows are those of `read_ray(…, exact=True)`.
+    Return the table from a function of `ds.map_batches` to hand samples to `write_ray`. Its rows have the form of the rows of
+    `read_ray(…, exact=True)`.
 
     Args:
         keys: Key of each sample.
         samples: Nested samples, of torch tensors, numpy arrays and other values.
-        allow: Classes that samples may contain beyond those of the format.
+        allow: Classes that samples may contain besides the types of the format.
 
     Raises:
         EncodeError: A value cannot be stored.

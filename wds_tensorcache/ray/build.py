@@ -1,4 +1,4 @@
-"""`build_ray`: a cache built by actors on a cluster, each with a model."""
+"""`build_ray`: build a cache with actors on a cluster. Each actor holds a model."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def build_ray(
 ) -> TensorCache[Any]:
     """Build a cache on a cluster: run a model over a dataset in batches, in actors that each hold one model.
 
-    After an error, an interruption, or if the driver is killed, call `build_ray` again with the same fingerprint: samples whose
-    keys are in finished shards are not computed again. If a worker is killed, Ray runs its batch again in a new one.
+    After an error or an interruption, or if the driver was killed, call `build_ray` again with the same fingerprint. Samples
+    with keys in finished shards are not computed again. If a worker is killed, Ray runs its batch again in a new worker.
 
     Args:
         ds: A `ray.data.Dataset` of the items.
@@ -57,16 +57,16 @@ def build_ray(
         fingerprint: Description of how the model makes the samples, as for `tc.build`. A folder with another fingerprint
             is refused.
         key: Name of the column with the keys of the samples: texts, or integers. Keys must be unique.
-        batch_size: Number of rows in a call. Other rows may form a batch after an interruption.
+        batch_size: Number of rows in a call. After an interruption, a batch may consist of other rows.
         num_gpus, num_cpus: GPUs and CPUs that each actor reserves.
         concurrency: Number of actors, or the smallest and the largest number.
         model_args, model_kwargs: Arguments for `model`.
         max_samples: Maximum number of samples in a shard.
-        min_samples: Minimum number of samples for a task that writes, except the last one. An interruption loses the samples
+        min_samples: Minimum number of samples for a task that writes, except for the last task. An interruption loses samples
             that do not fill a task yet.
-        ray_remote_args: Other options of `ray.remote` for the actors, for example `resources`. A `runtime_env` is also that of
+        ray_remote_args: Other options of `ray.remote` for the actors, for example `resources`. A `runtime_env` also applies to
             the tasks that write.
-        allow: Classes that samples may contain beyond those of the format.
+        allow: Classes that samples may contain besides the types of the format.
         options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
 
     Returns:
@@ -123,7 +123,7 @@ def _keys(table: Any, key: str) -> list[str]:
 
 
 def _leave_out(table: Any, digests: Any, key: str) -> Any:
-    """Return the rows of a block whose keys are not among the sorted digests."""
+    """Return the rows of a block without the rows whose keys are among the sorted digests."""
     if not table.num_rows:
         return table
     finished = ray.get(digests)  # a view of Ray's memory, which a node has once

@@ -1,4 +1,4 @@
-"""Columns of Ray's blocks and batches: Arrow arrays from values, and values from columns of any format."""
+"""Convert values to Arrow columns of Ray's blocks, and columns of Ray's batches, in any format, back to values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from ray.data.extensions import (
 from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.reading.schema import TensorSchema
 
-# of one shape, of one number of dimensions, lacking in some samples, or anything; Ray cannot combine blocks of two kinds
+# tensors of one shape; of one number of dimensions; missing in some samples; Python objects. Ray cannot combine blocks in which
+# a column has different kinds.
 Kind = Literal["fixed", "ragged", "optional", "object"]
 PLAIN = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "bytes": pa.binary()}
 _INT64 = range(-(1 << 63), 1 << 63)
@@ -53,7 +54,7 @@ def object_column(values: Sequence[Any]) -> Any:
 
 
 def value_kind(values: Iterable[Any]) -> str:
-    """Return the common type of all values but None: a name in `PLAIN`, `"object"`, or "" if there are none."""
+    """Return the common type of all values but None: a name in `PLAIN`, or `"object"`; return "" if all values are None."""
     kinds = set()
     for value in values:
         if value is not None:
@@ -64,7 +65,7 @@ def value_kind(values: Iterable[Any]) -> str:
 
 
 def value_column(values: Sequence[Any], declared: str) -> Any:
-    """Return a column of small values; `declared` is its kind in other blocks, "" if unknown."""
+    """Return a column of small values; `declared` is the column's kind in other blocks, or "" if it is unknown."""
     kind = value_kind(values) or declared
     if "object" in (kind, declared):
         return object_column(values)
@@ -72,7 +73,7 @@ def value_column(values: Sequence[Any], declared: str) -> Any:
 
 
 def values_by_column(batch: Any) -> dict[str, Any]:
-    """Return the values of each column of a table, data frame, or dict: an array `[B, …]` of numbers, or a list of B."""
+    """Return the values of each column of a table, data frame, or dict: an array `[B, …]` of numbers, or a list of B values."""
     if isinstance(batch, pa.Table):
         return {name: _arrow_values(batch.column(at)) for at, name in enumerate(batch.column_names)}
     if hasattr(batch, "items"):

@@ -1,7 +1,7 @@
-"""The driver's part of a write: prepare the folder, list the finished shards in the manifest, delete the unlisted ones.
+"""The driver's part of a write: prepare the folder, list the finished shards in the manifest, and delete unlisted shards.
 
-A write has a marker in its folder: a file, which the driver of a write to a local folder locks until its process ends. In an
-object store, and without locks, a write counts as running until its marker is deleted. The shards of a write are named
+While a write runs, its folder contains a marker file. In a local folder, the driver locks this file until its process ends.
+Without locks, as in an object store, a write counts as running until its marker is deleted. The shards of a write are named
 `part-WRITE-TASK-IDATTEMPT-SHARD.tar`.
 """
 
@@ -32,7 +32,7 @@ from wds_tensorcache.writing.resume import load_finished
 
 Shards = dict[str, tuple[ShardEntry, ShardIndex]]  # by name
 Mode = Literal["create", "append", "overwrite", "build"]
-# files of shards, and the lock on their pattern; the groups are the shard without `.tar`, and number and id of the write
+# files of shards, and the lock on their pattern; the groups are the shard without `.tar`, the number and the id of the write
 _PART = re.compile(r"\.?(part-([0-9]{3,})-[0-9]{6,}-([0-9a-f]{8})[0-9a-f]{6}-(?:[0-9]{6,}|%06d))\..*", re.DOTALL)
 _MARKER = re.compile(r"\.ray-([0-9a-f]{8})\.writing")
 
@@ -67,7 +67,7 @@ def is_running(job: WriteJob) -> bool:
 
 
 def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
-    """Return the ids of other writes that have a marker, and whether they may be running."""
+    """Find the other writes that have a marker; return, by id, whether each write may be running."""
     ids = {match[1]: name for name in folder.names() if (match := _MARKER.fullmatch(name)) and match[1] != job.id}
     return {write: folder.is_remote or is_held(folder.locate(name)) for write, name in ids.items()}
 
@@ -95,13 +95,14 @@ def delete_shards(folder: Folder, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
-    """Prepare a folder for a write; at the end, remove its shards that the manifest does not list."""
+    """Prepare a folder for a write. At the end, remove the shards of the write that the manifest does not list."""
     folder = folder_of(path)
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]
     job = WriteJob(path, mode, 1 + max(numbers, default=-1), secrets.token_hex(4), key, options)
     with contextlib.ExitStack() as locks:
-        # Two writes may start at once. Each makes its marker before it looks for markers, so one finds the other's.
+        # Two writes may start at once. Each write makes its marker before it looks for markers, so at least one write finds the
+        # marker of the other.
         if folder.is_remote:
             folder.new_file(_marker(job.id)).finish()
         else:
@@ -120,7 +121,7 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
 
 
 def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """Check that a write may begin, and list unlisted shards that stay."""
+    """Check that a write may begin, and list unlisted shards that stay in the manifest."""
     writes, names, mode = _other_writes(folder, job), folder.names(), job.mode
     shards = shard_names(names)
     in_progress = [write for write in writes if writes[write] or mode == "create"]
@@ -132,7 +133,7 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
         remedy = "write to another folder, or pass append=True, or overwrite=True, which deletes the shards"
         raise FileExistsError(f"{shown(job.folder)} contains {len(shards)} shards; {remedy}")
     if mode == "append" and MANIFEST not in names:
-        # shards of a killed write may be doubles
+        # shards of a killed write may repeat keys
         _list(manifest, _load_shards(folder, [name for name in shards if not _PART.fullmatch(name)]))
     if mode == "build":
         _adopt(folder, job, manifest)
@@ -141,7 +142,12 @@ def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
 
 
 def commit(job: WriteJob, names: Sequence[str]) -> None:
-    """List the shards of a write in one change; an overwrite deletes all others. Raise InvalidKeyError for doubled keys."""
+    """List the shards of a write in one change of the manifest. An overwrite deletes all other shards.
+
+    Raises:
+        InvalidKeyError: A key occurs more than once.
+        FileExistsError: Another write has finished in the folder since this write began.
+    """
     folder = folder_of(job.folder)
     shards = _load_shards(folder, names)
     _check_unique(job, shards)
@@ -206,7 +212,7 @@ def _end(folder: Folder, job: WriteJob) -> None:
 
 
 def _adopt(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """List the finished shards of killed and failed builds, as long as no key occurs twice."""
+    """List the finished shards of killed and failed builds. Leave out shards that repeat a key."""
     unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
     shards = _load_shards(folder, (*manifest.entries, *unlisted))
     for name, (_, index) in shards.items():

@@ -57,24 +57,26 @@ def read_ray(
     """Return a cache as a `ray.data.Dataset` with one row for each sample.
 
     A row has the column `__key__`, and a column for each tensor, by its name in `tc.flatten`. Each small value has a column
-    named by its path, such as `cond.0.prompt`. The column `__tensorcache__` has their types. Members outside the cache, such as
-    pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
+    named by its path, such as `cond.0.prompt`. The column `__tensorcache__` records the types of tensors and values. Members
+    outside the cache, such as pictures, are columns of bytes, named by a dot and the suffix: `.jpg`.
 
     Tensors are columns of one shape, or ragged columns if shapes differ or some samples lack the tensor. A missing tensor is
     null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit.
-    Complex numbers have a last dimension of 2, and texts one of bytes or code points. Small values are columns of text, bools,
-    64-bit ints, floats or bytes. Other values, and tensors whose dtype or number of dimensions differs, are Python objects.
+    Complex numbers get a last dimension of 2, and texts get a last dimension of bytes or code points. Small values are columns
+    of text, bools, 64-bit ints, floats or bytes. Other values are Python objects, and so are tensors whose dtype or number of
+    dimensions differs between samples.
 
     With `exact=True`, a row has the whole sample in two columns of bytes in place of the columns of tensors and values.
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
 
     Read tasks are ranges of consecutive samples with about equal bytes. Columns that `ds.select_columns` drops right after
-    reading are not read. Blocks come in the order in which tasks end, unless you set `preserve_order` of Ray.
+    reading are not read. Blocks come in the order in which tasks end. To keep the order of samples, set Ray's `preserve_order`.
 
     Args:
         source: Anything that `tc.open` takes, or an open cache or view, whose samples and tensors are read.
         select: Names or patterns of tensors to read, as in `Cache.select`; by default all.
-        choose: Tensors or values that are alternatives of each other, as in `Cache.read_batch`; one is chosen at random.
+        choose: Tensors or values that are alternatives of each other, as in `Cache.read_batch`. One alternative is chosen at
+            random.
         exact: Read whole samples, to filter and copy them, or to change them as nested samples.
         values: False leaves out the columns of small values.
         seed, epoch: Determine which alternatives are chosen. The choice does not depend on the number of tasks.
@@ -131,7 +133,7 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
 
 
 def _nbytes(cache: TensorCache[Any], alternatives: Alternatives | None) -> Array:
-    """Return the bytes that a task reads of each sample, int64 `[N]`. Alternatives count as their average."""
+    """Return the number of bytes that a task reads for each sample, int64 `[N]`. Alternatives count as their average."""
     nbytes = np.zeros(len(cache), np.int64)
     for shard, which, rows in by_shard(cache._store, cache._where):
         layouts, numbers = shard.layouts_of(rows)
@@ -155,8 +157,9 @@ class Plan:
     Attributes:
         schema: Tensors that have columns, by name.
         count: Number of samples.
-        value_kinds: Kinds of the columns of small values by name, as far as they are known.
-        is_exact, has_values: True if the rows are exact, and if small values have columns.
+        value_kinds: Known kinds of the columns of small values, by name.
+        is_exact: True if the rows are exact.
+        has_values: True if small values have columns.
         members: Suffixes of the members outside caches, each of which has a column.
         is_described: True if the cache has a fingerprint.
         randomness: Choice of alternatives.
@@ -182,7 +185,7 @@ class Plan:
         return "ragged" if any(isinstance(size, tuple) for size in tensor.shape) else "fixed"
 
     def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
-        """Return the plan with the kinds of the small values of these samples."""
+        """Return the plan with the kinds of the small values in the samples at `numbers`."""
         request = cache._request_chosen(numbers, self.randomness)
         rows = [describe_sample(request.sample(i))[1] for i in range(len(numbers))]
         names = dict.fromkeys(chain.from_iterable(rows))
@@ -197,7 +200,7 @@ class TensorCacheDatasource(Datasource):  # type: ignore[misc]
     Args:
         cache: Cache, with only the selected tensors.
         nbytes: Bytes of each sample's selected tensors and of its members, int64 `[N]`.
-        plan: Columns.
+        plan: Columns of the dataset.
 
     Threads/fork/pickle: used on the driver. Read tasks get the cache through Ray's object store, and open its files themselves.
     """
@@ -232,7 +235,7 @@ class TensorCacheDatasource(Datasource):  # type: ignore[misc]
 
 
 def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
-    """Cut samples into at most `count` ranges of about equal bytes, none of them empty."""
+    """Cut samples into at most `count` ranges of about equal bytes. No range is empty."""
     if not len(nbytes):
         return []
     # each sample counts as a few bytes more, so that samples without tensors are spread, too
@@ -242,7 +245,7 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
 
 
 def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield the samples from `begin` on in tables of about 32 MiB."""
+    """Yield tables of about 32 MiB with the samples from `begin` on, one sample for each item of `nbytes`."""
     cache = _cache_of(reference)
     count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
     for first, end in _cut_evenly(nbytes, count):
@@ -257,7 +260,7 @@ def _cache_of(reference: Any) -> Cache[Any]:
 
 
 def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None) -> Any:
-    """Return the rows of the samples at `numbers`, with all columns or only these."""
+    """Return a table of the samples at `numbers`, with all columns, or only with `columns`."""
     request = cache._request_chosen(numbers, plan.randomness)
     keys = [request.key(i) for i in range(len(numbers))]
     suffixes = {MEMBER + suffix: suffix for suffix in plan.members if columns is None or MEMBER + suffix in columns}
@@ -283,7 +286,7 @@ def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
-    """Return the loaded tensor of sample `i`, or `lazy` itself if none was loaded."""
+    """Return the loaded tensor of sample `i`, or `lazy` itself if this tensor was not loaded."""
     rows = tensors.get(lazy.name)
     row = None if rows is None else rows[i] if isinstance(rows, list) else rows[i, ...]
     return lazy if row is None else row
@@ -305,7 +308,7 @@ def _carry(value: Any) -> Array | None:
 
 
 def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) -> dict[str, Any]:
-    """Return the column of marks, and a column for each small value whose name no tensor has."""
+    """Return the column of marks and the columns of small values. Leave out values with the name of a tensor."""
     rows = list(map(describe_sample, samples))
     names = dict.fromkeys((*plan.value_kinds, *chain.from_iterable(values for _, values, _ in rows)))
     table = {

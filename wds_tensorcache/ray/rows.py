@@ -1,8 +1,8 @@
-"""Rows of samples, of two forms.
+"""The two forms of a sample as a row of Ray.
 
 A row with *columns* has a column for each tensor and each small value. An *exact* row has the two members of the sample in a
 shard: `__skeleton__` and `__tensors__`. Both forms have the key in `__key__`, and a `Mark` as JSON in `__tensorcache__`.
-Members outside the cache are in columns named by a dot and their suffix, such as `.jpg`.
+Members outside the cache are in columns named by a dot and the suffix, such as `.jpg`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MEMBER = "."  # first character of the columns of members; no path in a sample b
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Facts about the sample of a row, which functions of batches must not lose.
+    """Facts about the sample of a row that its columns do not contain.
 
     Attributes:
         columns: Dtype of each tensor of the sample, and type of each small value, by column. None for a column in which only
             other samples of the block have a value.
-        is_whole: True if the columns have all of the sample; False for example if it contains lists.
+        is_whole: True if the columns contain the whole sample; False, for example, if the sample contains lists.
         is_described: True if the sample comes from a cache with a fingerprint.
-        original: Name from which `tc.safe_key` made the key, if the key has only its hash.
+        original: Name from which `tc.safe_key` made the key, if the key contains only a hash of the name.
     """
 
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def parse_mark(text: str) -> Mark:
 
 
 def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
-    """Return the values of a batch by column, and the mark of each row; None for rows without one."""
+    """Return the values of a batch by column, and the mark of each row; None for a row without a mark."""
     columns = values_by_column(batch)
     count = len(next(iter(columns.values()), ()))
     texts = columns.pop(MARK, [None] * count)
@@ -92,7 +92,7 @@ def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
 
 
 def _undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Undo the changes that numpy and pandas make to a column because of nulls."""
+    """Undo the changes that numpy and pandas make to a column with nulls."""
     kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if None not in kinds and not (may_be_float and "int" in kinds):
@@ -115,7 +115,7 @@ def _may_be_null(value: Any) -> bool:
 
 
 def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return lazy tensors and small values by column, and whether they are the whole sample."""
+    """Return lazy tensors by column, small values by column, and whether these are the whole sample."""
     tensors, values = flatten(sample), dict[str, Any]()
 
     def note(path: tuple[Any, ...]) -> None:
@@ -134,7 +134,7 @@ def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
 
 
 def _is_nested(value: Any, seen: set[int]) -> bool:
-    """Return whether a sample is nested dicts of columns, with no object in two places."""
+    """Return whether a value consists of nested dicts, tensors and small values, with no object in two places."""
     if type(value) is not dict and not isinstance(value, Lazy):
         return value_kind([value]) in PLAIN
     # an empty dict inside the sample has no column
@@ -149,7 +149,7 @@ def _is_nested(value: Any, seen: set[int]) -> bool:
 def as_tensor(value: Any, dtype: Any = None) -> Any:
     """Return a value of a column as a tensor or array of `dtype`. Without a dtype, arrays become tensors.
 
-    Hazard: it may alias read-only memory of Ray; never write into it.
+    Hazard: the result may alias read-only memory of Ray; never write into it.
     """
     if value is None:
         return None
@@ -205,7 +205,7 @@ def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] =
 def exact_columns(
     keys: Sequence[str], samples: Iterable[Any], marks: Iterable[Mark], allow: Iterable[type] = ()
 ) -> dict[str, Any]:
-    """Return the columns of exact rows, without the key."""
+    """Return the columns of exact rows, without the column of keys."""
     allow = tuple(allow)
     members = []
     for key, sample in zip(keys, samples, strict=True):
@@ -239,7 +239,11 @@ def keys_of(columns: Mapping[str, Sequence[Any]], key: str) -> list[str]:
 def samples_of_block(
     block: Any, key: str, has_fingerprint: bool, allow: Iterable[type] = ()
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield key, sample and members of each row; without a fingerprint, refuse rows of caches that have one."""
+    """Yield the key, the sample and the members of each row.
+
+    Raises:
+        StaleCacheError: `has_fingerprint` is False, but a row comes from a cache with a fingerprint.
+    """
     columns, marks = split_batch(block)
     keys = keys_of(columns, key) if marks else []
     columns.pop(key, None)

@@ -1,4 +1,4 @@
-"""`write_ray`: a dataset of Ray as a cache; each task writes whole shards, the driver lists them."""
+"""`write_ray`: write a dataset of Ray as a cache. Each task writes whole shards, and the driver lists the shards."""
 
 from __future__ import annotations
 
@@ -50,24 +50,25 @@ def write_ray(
     their shards in `manifest.json`, in one change. Until then, readers see the folder as it was. Ray runs a task again if it
     fails or is killed. Only the shards of the attempt that succeeded are listed; other shards of the write are deleted.
 
-    Rows of `read_ray(…, exact=True)` and of `ray_table` become the samples that they were; additional columns become new items.
-    Any other row becomes a dict, nested at the dots of its column names, with arrays as torch tensors. In rows of `read_ray`,
+    Rows of `read_ray(…, exact=True)` and of `ray_table` become their original samples; additional columns become new items. Any
+    other row becomes a dict, nested at the dots of its column names, with arrays as torch tensors. In rows of `read_ray`,
     bfloat16 and other dtypes are exact, and nulls are left out. Columns whose names begin with a dot, such as `.jpg` and
-    `.json`, become members outside the cache; their values are those that `ShardWriter.write` accepts.
+    `.json`, become members outside the cache. They may contain all values that `ShardWriter.write` accepts for members.
 
     Args:
         ds: A `ray.data.Dataset`.
-        out: A folder that the driver and all nodes share, made if it does not exist; or a url, `s3://bucket/cache`, also of
-            `gs://` or `az://`.
+        out: A folder that the driver and all nodes share, created if it does not exist. Or an `s3://`, `gs://` or `az://` url,
+            such as `s3://bucket/cache`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
         overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
         append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
             existing keys are refused.
-        fingerprint: As for `ShardWriter`. Rows of `read_ray` need one if the cache that was read has one, because functions
-            of the dataset may have changed the samples: pass that of the cache, a new one, or `{}` to leave it out.
+        fingerprint: As for `ShardWriter`. Rows of `read_ray` need a fingerprint if their cache has a fingerprint, because
+            functions of the dataset may have changed the samples. Pass the fingerprint of the cache, a new fingerprint, or
+            `{}` for none.
         max_samples: Maximum number of samples in a shard.
-        min_samples: Minimum number of rows of a task, except for the last one. By default, each block of the dataset, or each
-            read task, is written by one task, and has at least one shard. A value keeps Ray from fusing reading and writing.
+        min_samples: Minimum number of rows of a task, except for the last task. By default, one task writes each block of the
+            dataset, or each read task, into at least one shard. With a value, Ray does not fuse reading and writing.
         concurrency, ray_remote_args: As for `ds.write_datasink`.
         allow: Classes to write besides the types of the format.
         options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
@@ -79,10 +80,10 @@ def write_ray(
         FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set; or another write into it has
             finished during this one.
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
-            integer, or some reader would misread it. Nothing of the dataset is listed.
+            integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.
         EncodeError: A value cannot be stored, or two columns have the same place in the sample. Or columns of `read_ray` lack a
-            part of the sample, for example its lists: pass `exact=True` to it.
+            part of the sample, for example its lists: pass `exact=True` to `read_ray`.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
@@ -126,7 +127,7 @@ def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterabl
 
 
 class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
-    """A datasink whose tasks write shards. After the write, `names` on the driver lists those of the successful tasks."""
+    """A datasink whose tasks write shards. After the write, the driver has the shards of all successful tasks in `names`."""
 
     def __init__(self, job: WriteJob, min_samples: int | None) -> None:
         self._job, self._min_samples = job, min_samples
@@ -148,7 +149,7 @@ class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
 
 
 def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
-    """Write blocks into new shards that no manifest lists, and return their names."""
+    """Write blocks into new shards, without listing them in the manifest, and return the names of the shards."""
     _check_running(job)
     # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.
     name = f"part-{job.number:03d}-{task:06d}-{job.id}{secrets.token_hex(3)}-%06d.tar"
@@ -174,7 +175,7 @@ def _names(sink: ShardWriter) -> list[str]:
 
 
 def _check_running(job: WriteJob) -> None:
-    # a late task leaves nothing
+    # a late task must leave no shards
     if not is_running(job):
         problem = "the write has ended, or this node sees another folder of this name"
         raise RuntimeError(f"{shown(job.folder)}: {problem}; share the folder between all nodes")

@@ -16,7 +16,7 @@ _PACKAGE = "pyarrow>=14.0.1"  # Hazard: older releases run pickles in the metada
 
 
 class Lists(IntEnum):
-    """The form of a column's lists of numbers, the same in all rows."""
+    """The form of the lists of numbers in a column. All rows of a column have the same form."""
 
     TENSORS = 0  # nested lists are one tensor
     INNERMOST = 1  # the innermost lists are tensors, because lists of one level have different lengths
@@ -36,7 +36,7 @@ def import_pyarrow() -> Any:
 
 
 def lists_of(array: Any) -> Lists:
-    """Return the simplest form that fits the lists in some rows of a column."""
+    """Return the simplest form that fits all lists in these rows of a column."""
     types = import_pyarrow().types
     array = getattr(array, "storage", array)
     if types.is_struct(array.type):
@@ -58,15 +58,15 @@ def lists_of(array: Any) -> Lists:
 
 
 def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> Any:
-    """Return the only element of an Arrow array. Columns of media, which are structs of bytes and a path, become `Media`.
+    """Return the only element of an Arrow array. Media, which are structs of bytes and a path, become `Media`.
 
     Args:
         array: Array with one element, whose content has been checked.
-        feature: Description of the column by `datasets`, as in `dataset_info.json`; None if there is none.
-        lists: Form of its lists of numbers.
+        feature: Description of the column in `dataset_info.json`; None if there is no description.
+        lists: Form of the lists of numbers in the column.
 
     Raises:
-        FormatError: The media are in another file.
+        FormatError: The struct contains only the path of media, and not the bytes.
     """
     types = import_pyarrow().types
     array = getattr(array, "storage", array)  # of an extension type

@@ -11,8 +11,8 @@ without tensors. Paths that differ only in case are different samples. The metad
 
 An `.npy` file is one sample, even if its first dimension counts samples.
 
-The files of an extracted shard, `KEY.skel.pyd`, `KEY.safetensors` and `KEY.EXTENSION`, make the sample again, bit for bit and
-with the same key. If their cache has a name, pack the files with tar instead: the tar is a shard.
+The files of an extracted shard, `KEY.skel.pyd`, `KEY.safetensors` and `KEY.EXTENSION`, become the original sample, bit for bit
+and with the same key. If their cache has a name, pack the files with tar instead: the tar is a shard.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
-    """Return the files of each sample of an extracted shard, by suffix."""
+    """Return the files of extracted shards, by key and suffix."""
     split = {name: split_member(name) or (name, "") for name in folder.by_suffix.get(".pyd", ())}
     extracted: dict[str, dict[str, str]] = {key: {} for key, suffix in split.values() if half_of(suffix)}
     for name in folder.names if extracted else ():

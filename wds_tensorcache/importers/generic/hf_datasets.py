@@ -3,7 +3,7 @@
 Each row becomes a sample, a dict by column:
 
 - `Array2D` … `Array5D`, and lists of numbers: a tensor with their dtype. If the lists of one level in some row have different
-  lengths, all rows of the column have lists of tensors; if numbers are null, lists;
+  lengths, all rows of the column have lists of tensors. If some numbers are null, all rows of the column have plain lists;
 - numbers, texts, `ClassLabel` (its number), dates: the value itself; null is None; `binary`: a uint8 tensor [n];
 - `Image`, `Audio`, `Video`, `Pdf`: members, named `COLUMN.png`, as they were encoded; lists of them `COLUMN.0.png`, …;
 - structs: dicts.
@@ -11,7 +11,7 @@ Each row becomes a sample, a dict by column:
 Samples are named by their position, after the path of their folder, for example `train/00000012`. The description of the
 columns, with the names of classes, becomes the provenance. The package `datasets` reads the rows.
 
-Folders of `load_dataset`'s cache are not read: save them with `save_to_disk`.
+Folders of `load_dataset`'s cache are not read: save the dataset with `save_to_disk`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wds_tensorcache.importers.generic.media import Row, import_library, open_in
 from wds_tensorcache.importers.source import Format, Source
 from wds_tensorcache.importers.source_folder import SourceFolder
 
-_NUM_ROWS, _MAX_KEPT = 256, 2  # of a block, which is read at once; blocks
+_NUM_ROWS, _MAX_KEPT = 256, 2  # rows of a block, which is read at once; blocks in memory
 _STATE, _INFO = "state.json", "dataset_info.json"
 
 

@@ -6,10 +6,10 @@ Each sample has the structure that the optimized function returned. Its leaves b
 - `int`, `float`, `bool`, `str`, `text`, `json`: the values themselves; `bytes`: a uint8 tensor [n];
 - `pil`: the pixels, uint8 [height, width, channels];
 - `jpeg`, `image`, `video`, `audio`, `tifffile`, `pdf`, `file` and similar media: members, named by their path: `image.jpg`;
-- `pickle`, also of None: refused unless the files are trusted.
+- `pickle`, which litdata also uses for None: refused unless the files are trusted.
 
-Samples are named by their position, after the path of their folder. The package `litdata` decodes them, if it can still read
-what an older release has written. Chunks that are compressed as wholes are expanded into a temporary folder. Graphs, token
+Samples are named by their position, after the path of their folder. The package `litdata` decodes the samples; it may be unable
+to decode chunks of older releases. Chunks that are compressed as wholes are expanded into a temporary folder. Graphs, token
 datasets, encrypted chunks and Parquet are refused.
 """
 
@@ -81,7 +81,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _check_config(config: dict[str, Any], trust: bool) -> None:
-    """Raise FormatError if the package cannot read the samples, or could run code."""
+    """Raise FormatError if litdata cannot read the samples, or if reading them may run code."""
     if config.get("item_loader", "PyTreeLoader") != "PyTreeLoader":
         raise FormatError(f"chunks for {config['item_loader']!r:.80} are not read, only for PyTreeLoader")
     if config.get("encryption"):
@@ -134,9 +134,10 @@ class _Members:
 
 
 def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any]) -> Any:
-    """Open checked chunks in a temporary folder, with links to them.
+    """Open a dataset in a temporary folder with links to the chunks, which must have been checked.
 
-    Chunks that are compressed as wholes are expanded there: litdata would expand them in place, and delete them.
+    Hazard: litdata expands compressed chunks in place, and deletes the compressed files. So these chunks are expanded into the
+    temporary folder.
     """
     os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")  # it would ask a server
     litdata = import_library("litdata", _PACKAGE)

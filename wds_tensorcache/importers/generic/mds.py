@@ -53,7 +53,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples of all indexes; the index of an outer folder may list the shards of inner ones."""
+    """Find the samples of all indexes. The index of an outer folder may list the shards of inner folders."""
     columns: dict[str, str] = {}
     listed: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Samples of other libraries, converted to tensors, plain values and members."""
+"""Convert samples of other libraries to tensors, plain values and members."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def import_library(module: str, package: str) -> Any:
     """Import a module of a package that is not always installed.
 
     Raises:
-        ImportError: The package is not installed, or does not work here.
+        ImportError: The package is not installed, or cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -44,7 +44,7 @@ def import_library(module: str, package: str) -> Any:
 
 
 def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
-    """Yield the paths of the `index.json` files that begin with a list named `entry`, those of outer folders first."""
+    """Yield the paths of the `index.json` files that have an entry `entry`. Files of outer folders come first."""
     for name in sorted(folder.by_suffix.get(".json", ()), key=lambda name: name.count("/")):
         if name.rpartition("/")[2] == "index.json":
             with folder.open(name) as file:
@@ -55,13 +55,14 @@ def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
 def open_indexes(
     indexes: Iterable[str], open_index: Callable[[str, str], Iterable[Row]]
 ) -> tuple[list[SourceSample], dict[str, str]]:
-    """Return the samples of all indexes, and the bad indexes with their faults.
+    """Return the samples of all indexes, and the faults of bad indexes by index.
 
-    A sample is named by the folder of its index, and by its position in it.
+    The name of a sample is the folder of its index, followed by the sample's position in the index.
 
     Args:
-        open_index: Function that returns the samples of an index. Its arguments are the paths of the index and of its folder,
-            which is empty or ends with a slash.
+        indexes: Relative paths of the indexes.
+        open_index: Function that returns the samples of an index. Its arguments are the path of the index, and the path of the
+            index's folder, which is empty or ends with a slash.
     """
     samples: list[SourceSample] = []
     bad: dict[str, str] = {}
@@ -103,8 +104,8 @@ class Media:
 def separate_media(value: Any) -> Loaded:
     """Return a sample with tensors in place of arrays, pixels and bytes. Media become members, named by their paths.
 
-    A name, such as `image.jpg` or `frames.0.jpg`, has `_` in place of all characters but ASCII letters, digits, `.` and `-`.
-    Entries of dicts that are media, or lists of media, are left out. Other lists and tuples have None in place of media.
+    In a name, such as `image.jpg` or `frames.0.jpg`, `_` replaces all characters but ASCII letters, digits, `.` and `-`.
+    A dict entry that is media, or a list of media, is left out. In other lists and tuples, None replaces media.
 
     Raises:
         FormatError: Two media have the same name.
@@ -115,7 +116,7 @@ def separate_media(value: Any) -> Loaded:
 
 
 def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
-    """Return a value without its media; a `Media` if it has nothing else."""
+    """Return a value without its media; return a `Media` if the value is media, or a list of media."""
     if isinstance(value, Media):
         # readers of tars need such names, which must not begin with "_"
         name = re.sub(r"[^A-Za-z0-9.-]", "_", f"{path}.{value.extension}").lstrip("._")
@@ -140,7 +141,7 @@ def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
 
 
 def extension_of(content: bytes, name: str, default: str) -> str:
-    """Return the extension of media: from the suffix of its name, else from its first bytes."""
+    """Return the extension of a media file: the suffix of its name, or else a guess from its first bytes."""
     suffix = name.rpartition("/")[2].rpartition(".")
     if suffix[1] and suffix[2].isascii() and suffix[2].isalnum() and len(suffix[2]) <= 5:
         return suffix[2].lower()
@@ -148,10 +149,10 @@ def extension_of(content: bytes, name: str, default: str) -> str:
 
 
 def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
-    """Return the media of a list, stored as its length, the lengths of the items, and the items.
+    """Parse a list of media, which is stored as its length, the lengths of all items, and the items.
 
     Raises:
-        FormatError: The lengths do not match.
+        FormatError: The lengths do not add up to the length of `raw`.
     """
     count = int.from_bytes(raw[begin : begin + 4], "little")
     first = begin + 4 + 4 * count

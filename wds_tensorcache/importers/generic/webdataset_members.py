@@ -1,7 +1,8 @@
 """WebDataset shards with pickled or numpy members: `.pyd`, `.pickle`, `.pkl`, `.pt`, `.pth`, `.npy`, `.npz`, `.ten`, `.tb`.
 
-Each sample of the tars becomes a sample of the same key, also if `tc.safe_key` made it, as in tars of `tensorcache export`; if
-two tars have a key in common, all keys begin with the path of the tar. The members with tensors are decoded:
+Each sample of the tars becomes a sample with the same key. Keys that `tc.safe_key` made, as in tars of `tensorcache export`,
+stay the same, too. If two tars contain the same key, all keys begin with the path of the tar. The members with tensors are
+decoded:
 
     000000.latent.npy, 000000.text.pth    ->  {"latent": …, "text": …}, by the names before the suffix
     000000.pyd                            ->  the pickled object itself, if this is the only member with tensors
@@ -10,12 +11,12 @@ two tars have a key in common, all keys begin with the path of the tar. The memb
 The key of a member ends at the first dot, as in webdataset: `1.0.npy` and `1.5.npy` are the members `0.npy` and `5.npy` of one
 sample, `1`. The report has a note about members whose names begin with a digit or contain a space before the suffix.
 
-All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. Unless the files
-are trusted, so are pickles, `.pt` and `.pth` members with more than tensors, arrays of numbers or texts, and plain values.
+All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. If the files are
+not trusted, pickles, `.pt` and `.pth` members may contain only tensors, arrays of numbers or texts, and plain values.
 
 Symbolic and hard links in a tar are not followed, but reported.
 
-Of a damaged tar, the samples before the damage are imported; the sample with the damage and all after it are not.
+If a tar is damaged, only the samples before the damaged sample are imported.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _DECODE = decode(lazy=False)
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Count the tars with a member to decode, and no cache, among their first members."""
+    """Count the tars whose first members include a member to decode, and no member of a cache."""
     heads = [_first_suffixes(folder, name) for name in folder.by_suffix.get(".tar", ())]
     return sum(
         any(_kind(suffix) in _DECODED for suffix in head)
@@ -65,7 +66,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 
 
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
-    """Return the suffixes of the first members of a tar; none if it is damaged."""
+    """Return the suffixes of the first members of a tar; return an empty list if the tar is damaged."""
     try:
         return [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
     except (FormatError, OSError):
@@ -77,7 +78,7 @@ def _scanner(folder: SourceFolder, name: str) -> Scanner:
 
 
 def _split(member: str) -> tuple[str, str]:
-    """Return key and suffix of a member; the suffix is empty if its name has no dot."""
+    """Split the name of a member into key and suffix; the suffix is empty if the name has no dot."""
     member = member.removeprefix("./")  # `tar -c .` puts it before each name
     return split_member(member) or (member, "")
 
@@ -129,7 +130,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
-    """Return a note about samples with members that look like separate samples, if there are any."""
+    """Return a list with a note if some members look like separate samples, else an empty list."""
     doubtful = {key: suffixes for key, members in samples if (suffixes := list(filter(_LIKE_STEM, members)))}
     if not doubtful:
         return []
@@ -161,7 +162,7 @@ def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]
 
 
 def _read(folder: SourceFolder, name: str, extents: dict[str, _Extent]) -> dict[str, bytes]:
-    """Return the content of all members, with one system call if they are adjacent."""
+    """Return the contents of a sample's members by suffix. Adjacent members are read with one system call."""
     first, last = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
     if last - first > sum(end - begin for begin, end in extents.values()) + _MAX_GAP * len(extents):
         return {suffix: folder.read_range(name, *extent) for suffix, extent in extents.items()}

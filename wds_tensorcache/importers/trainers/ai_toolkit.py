@@ -20,16 +20,16 @@ Each sample is one file of latents:
 Numbered tensors become lists in the order of their numbers. ai-toolkit itself sorts their names as text, so its training sees
 `text_embed_10` before `text_embed_2`. Tensors keep the batch dimension of 1 that texts have.
 
-A uint8 `latent` or `tensor` stays uint8: `x.float() / 127.5 - 1` gives the pixels in [-1, 1]. For an int16 `waveform`, it is
+A uint8 `latent` or `tensor` stays uint8: `x.float() / 127.5 - 1` gives the pixels in [-1, 1]. For an int16 `waveform`, use
 `x.float() / 32767`. Latents have the scale and shift of the model.
 
 The name of a sample is the path of the image without suffix. ai-toolkit writes one file for each flip: `photo`, `photo_flip_x`.
-Files of other crops, sizes or models stay in the folder when the settings change. Then the samples of that image are named like
-their files: `_latent_cache/photo_2rOEG1vU3l4zJd5dAdyDDA`.
+Files of other crops, sizes or models stay in the folder when the settings change. Then the samples of an image with several
+such files are named like the files: `_latent_cache/photo_2rOEG1vU3l4zJd5dAdyDDA`.
 
-If an image has several files of text, for example with the empty caption for dropout, the hash in the name tells which one
-belongs to the caption, unless a trigger word or a control image is part of it. That file is `text`, and the others are
-`other_texts`: a dict by hash. If no hash fits, all of them are in `other_texts`.
+An image may have several files of text, for example another file with the empty caption for dropout. The file whose hash fits
+the caption becomes `text`, and the other files become `other_texts`, a dict by hash. No hash fits if a trigger word or a
+control image is part of it. Then all files of text become `other_texts`.
 
 Files of `_clip_vision_cache` become separate samples, `{"clip_vision": …, "info": …}`, named like their files.
 """
@@ -60,7 +60,7 @@ _FILE = re.compile(
 _NUMBERED = re.compile(r"(text_embed|attention_mask)_(\d{1,9})", re.ASCII)
 _NOT_INFO = {"format", "software"}
 _TEXTS = ("filename", "latent_space_version", "class_name")
-# a text's hash contains the model, which its file does not name; the first ones have another name in latents
+# the hash of a text depends on the model, which the file of the text does not name; some models have another name in latents
 _MODELS = ("flux", "sd1", "sd2", "sd3", "sdxl", "pixart", "auraflow", "ssd", "vega", "ltx2", "ltx2.3", "minimax_h3")
 
 
@@ -111,8 +111,8 @@ def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loade
 
 
 def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
-    """Yield the hashes that the names of a caption's files may have."""
-    text = ", ".join(caption.replace("\r\n", "\n").split(","))  # it gets a second blank after each comma
+    """Yield the possible hashes of a caption, as ai-toolkit puts them into file names."""
+    text = ", ".join(caption.replace("\r\n", "\n").split(","))  # ai-toolkit adds a second blank after each comma
     text = text.replace("[name]", "").replace("[trigger]", "")
     for model in models:
         info = {"caption": text, "text_embedding_space_version": model, "text_embedding_version": 1}
@@ -121,10 +121,10 @@ def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
 
 
 def _load_text(folder: SourceFolder, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a text, with numbered ones as lists, and the metadata."""
+    """Return the tensors of a file of text, with lists in place of numbered tensors, and the metadata."""
     tensors, metadata = load_safetensors(folder, name)
     info = _info(metadata)
-    if "class_name" in info:  # such a class has any names
+    if "class_name" in info:  # the tensors of such a class may have any names
         return dict(tensors), info
     text: dict[str, Any] = {}
     numbered: dict[str, dict[int, torch.Tensor]] = {}

@@ -11,11 +11,11 @@ Each sample is a latent and its conditioning, as ComfyUI's nodes pass them:
     {"latents": {"samples": [1, C, H, W]}, "conditioning": [[[1, T, D], {"pooled_output": [1, P], …}]]}
 
 So the tensors are `latents.samples`, `conditioning.0.0` and `conditioning.0.1.pooled_output`, and the node Load Tensor Cache in
-`examples/comfyui_nodes` returns what was saved. The name of a sample is the path of its shard without suffix, and its number
-there: `shard_0000/000017`. Shards are mapped, so a shard may be larger than memory. A shard with objects of ComfyUI,
+`examples/comfyui_nodes` returns the saved sample. The name of a sample is the path of its shard without suffix, and its number
+in the shard: `shard_0000/000017`. Shards are mapped, so a shard may be larger than memory. A shard with objects of ComfyUI,
 such as hooks, needs `--trust` and an installed ComfyUI, and is read as a whole.
 
-If `metadata.json` lists another number of samples, it is reported. The node leaves the shards of an earlier, larger set in the
+A `metadata.json` that lists another number of samples is reported. The node leaves the shards of an earlier, larger set in the
 folder, and ComfyUI would load them too.
 
 A draft of a newer layout (ComfyUI's pull request 14599, not merged) has tensors in `.safetensors` files, and all other values
@@ -73,7 +73,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _read_shard(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
-    """Return the samples in a shard, with tensors that are mapped."""
+    """Return the samples in a shard; the tensors are mapped from the file."""
     content = load_torch(folder, name, is_mapped=True)
     latents, conditioning = map(content.get, ("latents", "conditioning")) if isinstance(content, dict) else (None, None)
     if not isinstance(latents, list) or not isinstance(conditioning, list):

@@ -5,8 +5,8 @@ diffusion-pipe writes one folder for each size of media, `cache/{model}/cache_{s
 - `latents/`: an item for each picture or clip, with `latents`, `mask`, `image_spec`, the list `caption`, and tensors that the
   model needs, such as `control_latents`.
 - `text_embeddings_1/`, `text_embeddings_2/`, …: for each text encoder, an item for each caption, for example with
-  `clip_embed` or `t5_embed`. With aspect ratio buckets, they are in `cache/{model}/ar_frames_{ratio}_{frames}/`, shared by
-  all sizes of that ratio.
+  `clip_embed` or `t5_embed`. With aspect ratio buckets, these folders are in `cache/{model}/ar_frames_{ratio}_{frames}/`, and
+  all sizes of the ratio share them.
 
 `cache/{model}/uncond_text_embeddings_1/`, … contain the embedding of the empty caption.
 
@@ -28,7 +28,7 @@ Without text folders, samples have no `text`. Without `latents` folders, each it
 sample, named by its position.
 
 The fingerprints of all folders become the provenance. Each `metadata.db` is opened read-only, and only plain tables of
-integers are read, which must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was
+integers are read. The tables must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was
 interrupted: let diffusion-pipe finish it first.
 """
 
@@ -59,7 +59,7 @@ _Spec = tuple[Any, ...]  # `image_spec`, the tar (or None) and the name of the m
 
 
 class _Item(NamedTuple):
-    """The bytes `[begin, end)` of a `.bin` file, which are a file of `torch.save`."""
+    """A file of `torch.save` in the bytes `[begin, end)` of a `.bin` file."""
 
     file: str
     begin: int
@@ -181,7 +181,7 @@ def _sample(
 
 
 def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None) -> Loaded:
-    """Return the latents with their texts; raise FormatError if `problem` is given."""
+    """Return the latents and their texts; raise FormatError if there is a `problem`."""
     value = item.load(folder) if item else {}
     if captions and "text" in value:
         problem = "has an entry 'text', where its text embeddings would be"
@@ -233,7 +233,7 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
 
 
 def _list_tables(database: sqlite3.Connection) -> list[str]:
-    """Return the names of all tables; refuse all but plain tables of plain columns."""
+    """Return the names of all tables; raise FormatError if the schema contains anything but plain tables."""
     schema = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     for kind, name, sql in schema:
         if kind != "table" or not re.fullmatch(r"CREATE TABLE \w+ ?\(\w+(, ?\w+)*\)", str(sql), re.ASCII):
@@ -244,7 +244,7 @@ def _list_tables(database: sqlite3.Connection) -> list[str]:
 
 
 def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]]:
-    """Return pairs of integers; refuse negative ones and other values."""
+    """Return pairs of non-negative integers; raise FormatError for other values."""
     rows = database.execute(f"SELECT {query} ORDER BY rowid").fetchall()
     for at, row in enumerate(rows):
         if not all(type(value) is int and value >= 0 for value in row):
@@ -253,7 +253,7 @@ def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]
 
 
 def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]]) -> list[_Item]:
-    """Return the items of one `.bin` file; refuse gaps between them."""
+    """Return the items of one `.bin` file; raise FormatError if there are gaps between them."""
     if file not in folder:
         raise FormatError(f"{file} is missing")
     items, end = [], 0

@@ -6,8 +6,8 @@ The tool `dataset_tool.py encode` of EDM2 writes a folder, or a zip without comp
   distribution, followed by its 4 standard deviations, neither scaled nor shifted;
 - `dataset.json`: `{"labels": [["00000/img-mean-std-00000000.npy", 6], …]}`, or `{"labels": null}`.
 
-REPA writes the same into a folder `vae-sd`, next to a folder `images` with the pictures: `00000/img00000000.png`. It matches
-the pictures with the latents by their positions in sorted order.
+REPA writes the same files into a folder `vae-sd`, next to a folder `images` with the pictures: `00000/img00000000.png`. REPA
+matches the pictures with the latents by their positions in sorted order.
 
 Each sample is one such file:
 
@@ -76,7 +76,7 @@ def _view_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: s
 
 
 def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read: _Read, archive: str = "") -> set[str]:
-    """Add the samples and faults of a folder or zip; return its used files."""
+    """Add the samples and faults of a folder or zip; return the files that were used."""
     prefix = f"{archive[:-4]}/" if archive else ""
     roots: dict[str, list[str]] = {}
     all_used: set[str] = set()
@@ -104,7 +104,7 @@ def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read:
 
 
 def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
-    """Return the labels by file; None if there are none."""
+    """Return the labels by file; None if the file lists no labels."""
     with naming(name):
         listed = json.loads(bytes(read(name)))["labels"]
         if listed is None:
@@ -120,7 +120,7 @@ def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
 
 
 def _pictures(root: str, names: Collection[str], count: int, prefix: str, bad: Faults) -> list[str | None]:
-    """Return REPA's picture of each file of moments, matched by position."""
+    """Return REPA's picture for each file of moments, matched by position; None for each if there are no pictures."""
     pictures: list[str | None] = []
     if f"/{root}".endswith(f"/{_FEATURES}"):
         parent = root[: -len(_FEATURES)] + _IMAGES

@@ -48,7 +48,7 @@ def _open(folder: SourceFolder) -> Source:
     arrow = import_pyarrow()
     import pyarrow.parquet
 
-    rows: list[tuple[str, int, tuple[int, int], Any]] = []  # file, row in it, row group and row in that, id
+    rows: list[tuple[str, int, tuple[int, int], Any]] = []  # file, row in the file, (row group, row in the group), id
     bad: dict[str, str] = {}
     tensors: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Join the files that a trainer wrote for an image or video, such as latents and texts, to samples by their names."""
+"""Join the files that a trainer wrote for an image or video, such as latents and texts, into samples."""
 
 from __future__ import annotations
 
@@ -59,16 +59,20 @@ def join_files(
     captions: Sequence[str] = (),
     others: Sequence[SourceSample] = (),
 ) -> Source:
-    """Make a sample of each resolution in each file of latents, and of each image that has only texts.
+    """Make a sample for each resolution in each file of latents, and for each image that has only texts.
 
     The name of a sample is the stem. If an image has several files of latents, their labels are added. If a file has several
     resolutions, their endings are added. Samples that would have equal names are named like their files instead. If the folder
     has files for several models, the name begins with the model and a slash.
 
     Args:
-        texts: Files of texts. They become part of the samples of latents that have the same stem and model.
+        folder: Folder with all files.
+        latents: Files of latents.
+        texts: Files of texts. They become part of the samples of latents with the same stem and model.
         load: Function that reads a sample.
-        text_stem: Function that returns the stem of texts for a stem of latents. It is called if no text has the stem itself.
+        provenance, bad: As for `Source`.
+        text_stem: Function that returns the stem of texts for a stem of latents. It is called if no text has the same stem as
+            the latents.
         captions: Suffixes of an image's caption files.
         others: Further samples.
     """
@@ -105,7 +109,7 @@ def join_files(
 
 
 def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
-    """Return a note if some files of latents become several samples."""
+    """Return a list with a note if some files of latents become several samples, else an empty list."""
     several = [file for file in latents if len(file.resolutions) > 1]
     if not several:
         return []
@@ -128,7 +132,7 @@ class Key(NamedTuple):
 
 @lru_cache(1 << 10)  # most files have the same names
 def parse_key(key: str) -> Key:
-    """Return the parts of a tensor name; parts that it does not have are empty."""
+    """Return the parts of a tensor name; missing parts are empty."""
     match = _DTYPE.fullmatch(key)
     content, dtype = match.groups("") if match else (key, "")
     match = _RESOLUTION.fullmatch(content)
@@ -141,7 +145,10 @@ def find_resolutions(keys: Iterable[str]) -> list[str]:
 
 
 def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name tensors by content, and sort them; if several have the same content, all but the widest keep their keys."""
+    """Name tensors by their content, and sort them by name.
+
+    If tensors have the same content, only the widest tensor gets this name. The other tensors keep their keys.
+    """
 
     def rank(key: str) -> int:
         dtype = parse_key(key).dtype
@@ -155,7 +162,7 @@ def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Content(NamedTuple):
-    """The content of a file, and the resolution that becomes the sample."""
+    """The content of a file, and the resolution that becomes part of the sample."""
 
     file: ImageFile
     resolution: str | None  # ending of the names of its tensors; None for a file of texts
@@ -163,7 +170,7 @@ class Content(NamedTuple):
     metadata: dict[str, str]
 
     def name_latents(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return tensors of latents by name, and the size of the image."""
+        """Return tensors of latents by name, with the size of the image if the metadata contain it."""
         sample: dict[str, Any] = {**name_tensors(tensors)}
         if "latents" not in sample:
             raise FormatError("has no tensor 'latents_…'")
@@ -172,7 +179,7 @@ class Content(NamedTuple):
         return sample
 
     def numbers(self, *keys: str, count: int) -> tuple[int, ...]:
-        """Return `count` integers of the metadata; commas separate those in one entry."""
+        """Return `count` integers from entries of the metadata. Commas separate the integers in an entry."""
         texts = ",".join(self.metadata[key] for key in keys).split(",")
         if len(texts) != count or not all(re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) for text in texts):
             values = ", ".join(f"{key} {self.metadata[key]!r:.100}" for key in keys)
@@ -182,25 +189,25 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The `.safetensors` files that a program writes for each image."""
+    """A description of the `.safetensors` files that a program writes for each image."""
 
     program: str
     texts: re.Pattern[str]  # names of files of texts, with the groups stem, model and perhaps label
     has_crops: bool  # whether the metadata of latents contain the crop
-    per_file: dict[str, re.Pattern[str]]  # metadata that belong to one file of "latents" and of "text"
+    per_file: dict[str, re.Pattern[str]]  # keys of metadata that differ in each file of "latents" and "text"
 
     def match(self, name: str) -> re.Match[str] | None:
         """Match the name of a file, with the groups stem, model and label."""
         return _LATENTS.fullmatch(name) or self.texts.fullmatch(name)
 
     def is_ours(self, match: re.Match[str], metadata: dict[str, str]) -> bool:
-        """Return whether the program may have written the metadata of a file with this name."""
+        """Return whether the program may have written a file with this name and this metadata."""
         has_crops = any(key.startswith("crop_ltrb") for key in metadata)
         is_kind = match.re is self.texts or has_crops == self.has_crops
         return is_kind and {"architecture", "format_version"} <= metadata.keys()
 
     def recognize(self, folder: SourceFolder) -> int:
-        """Estimate from some headers how many files fit; 0 if most names do not."""
+        """Estimate the number of the program's files from a few headers; return 0 if most names do not match."""
         names = folder.by_suffix.get(".safetensors", [])
         fitting = list(filter(None, map(self.match, names)))
         if not fitting or 2 * len(fitting) < len(names):
@@ -211,7 +218,7 @@ class Table:
 
 
 class TableFiles:
-    """The files of a table in a folder, and the metadata that they share; only headers are read."""
+    """The files of one program in a folder, and the metadata that all files share. Only headers are read."""
 
     def __init__(self, table: Table, folder: SourceFolder) -> None:
         self.folder = folder
@@ -242,11 +249,11 @@ class TableFiles:
         }
 
     def join(self, add: Callable[[dict[str, Any], Content], str], text_stem: Callable[[str], str] = str) -> Source:
-        """Join the files to samples.
+        """Join the files into samples.
 
         Args:
-            add: Function that puts the content of a file into a sample. It returns the name under which the sample's `metadata`
-                has the entries that not all files share.
+            add: Function that puts the content of a file into a sample. It returns the key in the sample's `metadata` for the
+                metadata that not all files share.
             text_stem: As for `join_files`.
         """
 
@@ -273,7 +280,7 @@ class TableFiles:
 
 
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return tensor names and metadata; a damaged file has neither."""
+    """Return the tensor names and the metadata of a file; both are empty if the file is damaged."""
     try:
         return read_safetensors_header(folder, name)
     except (TensorCacheError, OSError):

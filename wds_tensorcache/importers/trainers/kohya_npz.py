@@ -23,10 +23,10 @@ The entries have the same names for all models, also if the file has `latents_64
 `text` or `caption` without such a file; images without latents become samples too. If an image has both a `.caption` and a
 `.txt` file, the text of the latter is `tags`. Arrays that sd-scripts does not write are in `other`.
 
-A file may contain several resolutions: those of several training resolutions, and those that were abandoned when a bucket
-changed. sd-scripts does not record which are in use. Each becomes a sample of the same structure, so that batches and
-`bucket_by="latents"` work, with the resolution in its name: `photo_64x64` and `photo_128x128` (height x width of the latents).
-The text is in each of them. Choose with `cache.filter(lambda entry: entry.shapes["latents"][-2] >= 96)`.
+A file may contain latents of several resolutions: for several training resolutions, or abandoned when a bucket changed.
+sd-scripts does not record which resolutions are in use. Each resolution becomes a sample of the same structure, so that batches
+and `bucket_by="latents"` work. Names contain the resolution: `photo_64x64` and `photo_128x128` (height x width of the latents).
+Each sample contains the text. Choose samples with `cache.filter(lambda entry: entry.shapes["latents"][-2] >= 96)`.
 If an image has several files of latents, for example because it was resized, the sizes are in the names: `photo_0512x0512`.
 If the folder has the caches of several models, the model comes first: `flux/photo` and `sdxl/photo`.
 
@@ -53,11 +53,11 @@ _NAME = re.compile(
 _RESOLUTION = re.compile(r"(.+?)(_\d+x\d+)?", re.DOTALL)
 _ENTRIES = ("latents", "latents_flipped", "original_size", "crop_ltrb", "alpha_mask")
 _EXPORTED = b'{\n "caption": '
-_NUM_PROBED = 4  # files without a telling name to look into
+_NUM_PROBED = 4  # files to open, of the files whose names do not show the format
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Return the number of files; 0 if most `.npz` files have another format."""
+    """Return the number of files of this format; 0 if most `.npz` files have another format."""
     names = folder.by_suffix.get(".npz", [])
     unnamed = [name for name in names if not _NAME.fullmatch(name)]
     probed = unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]
@@ -72,7 +72,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _is_old(arrays: list[str] | None) -> bool:
-    """Return whether arrays include those that sd-scripts writes for an image."""
+    """Return whether an older version of sd-scripts may have written a file with these arrays."""
     return {"latents", "original_size", "crop_ltrb"} <= {_split(array)[0] for array in arrays or ()}
 
 

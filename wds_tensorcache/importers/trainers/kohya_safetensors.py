@@ -16,11 +16,11 @@ They become the samples that `kohya` makes from `.npz` files, with the dtypes of
 If any image has more than one caption, all samples have `texts` and `captions` in place of `text` and `caption`: lists with an
 item for each caption. `choose={("t5", "pool"): ("texts.*.t5_out", "texts.*.l_pooled")}` of `tc.Loader` draws one of them. If
 texts were encoded with several numbers of tokens, the names are `text_256` and `text_512_m`. A file in which the captions have
-different tensors is an error: the branch as of commit f3a85060 mixes them up when it adds a caption to a file.
+different tensors is an error: the branch as of commit f3a85060 mixes up the tensors when it adds a caption to a file.
 
 Each resolution in a file becomes a sample, and the names of samples are made as for `kohya`. If a file has a tensor in several
-dtypes, the widest one has the name, and the other ones have their whole keys. `metadata` contains the other entries of the
-metadata, unless they are the same in all files.
+dtypes, only the widest tensor has the name, and the other tensors have their whole keys. `metadata` contains the other entries
+of the metadata, unless they are the same in all files.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _latents(content: Content, resolution: str) -> dict[str, Any]:
-    """Return the entries of a resolution; `resolution` is, for example, `_64x64`."""
+    """Return the entries of a sample for a resolution, for example `_64x64`."""
     ends = {key: parse_key(key).resolution for key in sorted(content.tensors)}
     sample = content.name_latents({key: tensor for key, tensor in content.tensors.items() if ends[key] == resolution})
     if f"crop_ltrb{resolution}" in content.metadata:
@@ -90,7 +90,7 @@ def _latents(content: Content, resolution: str) -> dict[str, Any]:
 
 
 def _split_prompt(key: str) -> tuple[int, str]:
-    """Split `t5_out_1_bfloat16` into `(1, "t5_out_bfloat16")`, the prompt and the rest."""
+    """Split a tensor name into the number of its prompt and a name without it: `(1, "t5_out_bfloat16")`."""
     content, _, dtype = parse_key(key)
     match = _PROMPT.fullmatch(content)
     return (int(match[2]), match[1] + (f"_{dtype}" if dtype else "")) if match else (0, key)

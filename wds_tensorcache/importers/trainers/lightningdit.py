@@ -17,7 +17,7 @@ the bytes of the row are read. LightningDiT draws one of the two latents at rand
 multiplies it by its `latent_multiplier`. The statistics are part of the fingerprint, as `latents_mean` and `latents_std`.
 
 If several processes made the latents, the last rows of some ranks repeat images, because torch's DistributedSampler gives all
-ranks the same number.
+ranks the same number of images.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
-    """Return mean and standard deviation of each channel."""
+    """Return the mean and the standard deviation of each channel."""
     stats = load_torch(folder, name)
     if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
         raise FormatError("expected a dict with 'mean' and 'std'").at(name)

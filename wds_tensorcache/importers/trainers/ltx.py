@@ -4,7 +4,7 @@
 file for each media file:
 
 - `latents/`: `{"latents", "num_frames", "height", "width", "fps"}`. The latents are `[C, F, H, W]`, or `[F * H * W, C]` from
-  old versions; the sizes are those of the latents.
+  old versions. `num_frames`, `height` and `width` are sizes of the latents.
 - `conditions/`: `{"prompt_embeds", "prompt_attention_mask"}`, from LTX-2 `{"video_prompt_embeds", "prompt_attention_mask"}`,
   and `audio_prompt_embeds` for audio. Padding is on the left, and newer versions do not store it.
 - `audio_latents/`, `reference_latents/`, masks, and any other folder that the training configuration names.
@@ -58,7 +58,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the `.pt` files by root, stem and folder; roots end with `/`."""
+    """Return the `.pt` files by root, stem and folder; a root is empty or ends with `/`."""
     kinds: dict[str, set[str]] = {}
     names = folder.by_suffix.get(".pt", [])
     for name in names:

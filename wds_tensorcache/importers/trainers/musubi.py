@@ -22,13 +22,12 @@ that musubi-tuner uses in its batches, without F x H x W, dtype and `varlen_`:
     }
 
 Tensors that were `varlen_` are as long as the text: use `collate={"text.t5": tc.pad(…)}` or `"list"`. If a file has a tensor in
-several dtypes, the widest one has the name, and the other ones have their whole keys. `metadata` contains the other entries of
-the metadata, unless they are the same in all files.
+several dtypes, only the widest tensor has the name, and the other tensors have their whole keys. `metadata` contains the other
+entries of the metadata, unless they are the same in all files.
 
 If two files of latents have the same stem, for example because images of two folders share a cache folder, the sizes are in the
-names: `photo_0512x0512`. There is only one file of text encoder outputs for both, so one of them may have the text of the other
-image, as in musubi-tuner. If the folder has the caches of several architectures, the short name comes first:
-`wan/clip_00000-081`.
+names: `photo_0512x0512`. Both images share one file of text encoder outputs, so an image may have the text of the other image,
+as in musubi-tuner. If the folder has the caches of several architectures, the short name comes first: `wan/clip_00000-081`.
 
 Samples without text have no `text` and `caption` (musubi-tuner skips these), and texts without latents are samples too.
 """

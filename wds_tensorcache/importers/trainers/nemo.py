@@ -6,16 +6,16 @@ an item, `{W}x{H}/{hash}.pt` or `.meta`, is a dict:
 
 - images: `latent`, text tensors such as `clip_hidden`, `pooled_prompt_embeds`, `prompt_embeds`, and `crop_offset`, `prompt`,
   `image_path`;
-- videos: `video_latents` `[1, C, T, H, W]`, `text_embeddings` `[1, S, E]`, `metadata` and what the model needs.
+- videos: `video_latents` `[1, C, T, H, W]`, `text_embeddings` `[1, S, E]`, `metadata`, and further entries for the model.
 
-Each sample is one file: its dict, and the entries of its item that it lacks, such as `aspect_ratio`. Its name is the path of
-the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dimension of 1 that the files have.
+Each sample is the dict of one file, with further entries from its item, such as `aspect_ratio`. The name of a sample is the
+path of the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dimension of 1 that the files have.
 
 `cache_file` is looked up in the imported folder by its last parts, so a cache that was moved or copied can be imported, and
 no file outside the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
-files are samples, and all `.pt` files in `{W}x{H}` folders.
+files, and all `.pt` files in `{W}x{H}` folders, are samples.
 
-`.meta` files of old versions are pickles with arrays of numpy, which stay arrays. Without `metadata.json`, they need
+`.meta` files of old versions are pickles with numpy arrays, which stay arrays. Without `metadata.json`, these files need
 `--format nemo`.
 
 The processor, model and options in `metadata.json` become the provenance.
@@ -114,7 +114,7 @@ def _read_json(folder: SourceFolder, name: str, expected: type) -> Any:
 
 
 def _locate(folder: SourceFolder, root: str, cache_file: object) -> str | None:
-    """Return the file in `root` that ends with the most parts of a path."""
+    """Return the file in `root` that matches the most parts at the end of a path; None if no file matches."""
     parts = cache_file.replace("\\", "/").split("/") if isinstance(cache_file, str) else []
     names = (root + "/".join(parts[at:]) for at in range(len(parts)))
     return next((name for name in names if name in folder and name.endswith((".pt", ".meta"))), None)

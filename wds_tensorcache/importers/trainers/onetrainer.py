@@ -8,7 +8,7 @@ for a concept and its settings. Each variation contains `0.pt`, `1.pt`, …, one
   `aggregate.pt` `crop_resolution`, `image_path`;
 - text: `tokens_1`, `tokens_mask_1`, `text_encoder_1_hidden_state`, `text_encoder_1_pooled_state` and so on.
 
-Each sample is one file of a concept. It has both parts as dicts:
+Each sample is one file of a concept, with a dict for its image and a dict for its text:
 
     {"image": {"latent_image": …, "original_resolution": …, "crop_resolution": …, "image_path": "/photos/harbor.png"},
      "text": {"tokens_1": …, "text_encoder_1_hidden_state": …}}
@@ -21,13 +21,14 @@ likewise `image`, for random crops and flips. In training, choose one of them:
 
 The name of a sample is the path of its image, relative to the folder that contains all images.
 
-Nothing in the cache tells which text folder belongs to which image folder. They are joined by position, as OneTrainer does,
-if the numbers of their files leave only one possibility: each image folder has its own number, and exactly one text folder
-has the same. If not, nothing is joined: samples have `image` or `text`, and text is named `text/{hash}/{position}`. To join
-concepts with equally many files, import a folder with the `image/{hash}` and `text/{hash}` of one concept.
+The cache does not record the image folder to which a text folder belongs. Two folders are joined by position, as OneTrainer
+does, if they have the same number of files. For this, all image folders must have different numbers of files, and exactly one
+text folder must match each image folder. Otherwise nothing is joined: samples have `image` or `text`, and text is named
+`text/{hash}/{position}`. To join concepts with equal numbers of files, import a folder with the `image/{hash}` and
+`text/{hash}` of one concept.
 
-A variation without `aggregate.pt` is unfinished, and one whose images differ from those of the concept's first variation was
-cached from other files: both are reported, and so are files beyond the end of `aggregate.pt`.
+A variation without `aggregate.pt` is unfinished. A variation with other images than the first variation of the concept was
+cached from other files. Both variations are reported, and so are files without an entry in `aggregate.pt`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class _Group:
 
     @property
     def part(self) -> str:
-        """The entry of the samples that holds the content of its files."""
+        """The entry of the samples that contains these files: `"image"` or `"text"`."""
         return "image" if any(self.images) else "text"
 
 

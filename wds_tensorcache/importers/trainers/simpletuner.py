@@ -15,17 +15,17 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
      "image_path": "/photos/harbor.png", "image_metadata": {"crop_coordinates": [0, 0], "target_size": [1024, 1024], …},
      "caption": ["a harbor"], "text": [{"prompt_embeds": …, "pooled_prompt_embeds": …}]}
 
-- `image_path` and `image_metadata` come from the JSON files. A sample's name is then the folder of its file and the image's
-  file name without suffix, otherwise the path of the file without suffix.
+- `image_path` and `image_metadata` come from the JSON files. With these files, a sample's name is the folder of its file and
+  the image's file name without suffix. Otherwise the name is the path of the file without suffix.
 - `text` has one dict for each caption that the cache contains. Captions are found in `.txt` files next to the images, in the
-  file names of images, and in `instance_prompt`. If captions of an image are in a `.txt` file, but none is in the cache, the
-  sample is bad, unless no image has text. Embeddings that several images share are stored with each image.
+  file names of images, and in `instance_prompt`. A sample is bad if its image has a `.txt` file, and the cache contains none of
+  the image's captions although other images have text. Embeddings that several images share are stored with each image.
 
 So import the folder that contains the images' JSON and `.txt` files and both caches. If the caches are elsewhere, import each
 of them separately: the VAE cache gives samples `{"latents": …}`, the text cache gives samples `{"text": [{…}]}`.
 
-Text embeddings of no image, such as that of the empty caption, also become samples `{"text": [{…}]}`. Leave them out of
-training: `cache.filter(lambda entry: "latents" in entry.shapes)`. Text is not joined if the folder has embeddings of several
+Text embeddings that belong to no image, for example of the empty caption, also become samples `{"text": [{…}]}`. Leave them out
+of training: `cache.filter(lambda entry: "latents" in entry.shapes)`. Text is not joined if the folder has embeddings of several
 models. Folders whose names contain `image_embeds` have samples `{"image_embeds": …}`.
 """
 
@@ -65,15 +65,13 @@ class _Backend:
 
 @dataclass(frozen=True, slots=True)
 class _Image:
-    """An image of a backend."""
-
     path: str
     metadata: Mapping[str, Any]
     backend: _Backend
 
     @property
     def parts(self) -> list[str]:
-        """The parts of the path, which may be one of Windows."""
+        """The parts of the path, which may be a Windows path."""
         return self.path.replace("\\", "/").split("/")
 
     @property
@@ -171,7 +169,7 @@ def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str])
 
 
 def _best_image(name: str, images: list[_Image]) -> _Image | None:
-    """Return the image whose latents are in the file `name`; None if it is ambiguous."""
+    """Return the image whose latents are in the file `name`; None if no image or several images fit."""
     # The file is in the cache folder of its backend, in the same subfolder as the image in the folder of the backend.
     parts = name.split("/")[-2::-1]
 
@@ -187,13 +185,13 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
 
 
 def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
-    """Return the `.txt` file of an image, also if the folder of the image was moved."""
+    """Return the `.txt` file of an image, even if the folder of the image was moved; None if it does not exist."""
     paths = (image.backend.folder + "/".join(image.parts[at:]) for at in range(len(image.parts)))
     return next((file for path in paths if (file := os.path.splitext(path)[0] + ".txt") in folder), None)
 
 
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
-    """Return the possible captions of an image by hash; None for hashes of the path alone."""
+    """Return the possible captions of an image by hash; the caption is None for a hash of the path alone."""
     captions = [image.stem, image.stem.replace("_", " ")]
     if caption_file is not None:
         with suppress(FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
