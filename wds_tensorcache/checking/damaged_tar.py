@@ -157,7 +157,7 @@ class Salvage:
         return self._read(min(begin, self._nbytes), min(begin + BLOCK, self._nbytes))
 
     def _end_of(self, at: int) -> int:
-        """Return the end of the member with headers at an offset, or its first damaged header."""
+        """Return the offset where the member at `at` ends, or where its first damaged header begins."""
         while is_header(header := self._read_block(at)):
             nbytes = 0 if header[_TYPE_BEGIN] in _EMPTY else max(0, parse_number(header[124:136]))
             at += BLOCK + nbytes + padding(nbytes)

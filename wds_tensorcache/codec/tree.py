@@ -362,7 +362,7 @@ def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
 
 
 def children(value: Any) -> Iterable[Any]:
-    """Return the items of a container, or the attributes of an object."""
+    """Return the items of a container, the keys and values of a dict, or the attribute values of an object."""
     if isinstance(value, dict):
         return chain.from_iterable(value.items())
     if isinstance(value, CONTAINERS):

@@ -43,7 +43,7 @@ def import_cache(
     max_nbytes: int = 1 << 30,
     progress: bool | Callable[[int, int | None], object] | None = None,
 ) -> ImportReport:
-    """Write shards from files that a trainer or another program has made.
+    """Write shards from files that a trainer or another program wrote.
 
     Samples are stored in the order of the source. They are divided into shards by their number and the sizes of their files, so
     the shards have the same bytes for any `num_workers`. `tc.safe_key` makes the keys from the names of the samples, and
@@ -57,7 +57,7 @@ def import_cache(
         fingerprint: Further entries for the fingerprint. The fingerprint always contains the format, the path of `source`, the
             provenance of the files, and the options that change samples.
         narrow: Store each float32 tensor as bfloat16 or float16 if no bit of any number is lost.
-        trim: Name of the mask by name of the tensor. Rows of the tensor after the last true element of its mask are not stored.
+        trim: Mask names by tensor name. Rows of the tensor after the last true element of its mask are not stored.
         drop_padding: Trim rows even if they are not zero. Padding with zeros then cannot restore the rows.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
@@ -65,7 +65,7 @@ def import_cache(
             processes for few samples, if `out` is a url, and where a fork is not safe: on systems other than Linux, and in a
             process with several threads or with CUDA.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples: Maximum number of samples in a shard. At least 128 samples, or 64 MiB, are divided into a multiple of four
+        max_samples: Maximum number of samples in a shard. An import of at least 128 samples or 64 MiB gets a multiple of four
             shards with about equal numbers of samples, so that all workers have work.
         max_nbytes: Approximate maximum length of a shard in bytes, estimated from the lengths of the imported files.
         progress: As for `tc.build`.

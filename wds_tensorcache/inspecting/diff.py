@@ -213,7 +213,7 @@ def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
-    """Yield the path and the difference in words of each value that differs."""
+    """Yield the path of each value that differs, and a description of the difference."""
     # Hazard: a hostile sample may nest deeply, contain itself, or contain one list many times. So no function calls itself,
     # and each pair of containers is compared once.
     met: set[tuple[int, int]] = set()

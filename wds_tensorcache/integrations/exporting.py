@@ -130,7 +130,7 @@ def _check_hidden(cache: Cache) -> None:
 
 
 def _identify(cache: Cache, kind: str) -> str:
-    """Return a hash of the kind, the fingerprint, and all keys, names, shapes and digests."""
+    """Return a hash of the boot, the kind, the fingerprint, and the key, shapes, stored name and digest of each sample."""
     # Hazard: after a power cut, finished files may be empty; a new boot begins anew
     digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):

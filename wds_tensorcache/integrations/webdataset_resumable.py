@@ -63,12 +63,12 @@ class ResumablePipeline(IterableDataset[Any]):
     `StatefulDataLoader` collects these states, and resumes with the same number of workers.
 
     Args:
-        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote text is
-            a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards; in
-            an object store, a text without a dot in its last part is a folder, too. Any other remote text is a shard, unlike
-            in `tc.open`. A text in a list is always a shard. webdataset's `gopen` opens texts of all other kinds, and runs a
-            text that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a folder,
-            manifest, wildcard or brace is always opened as a path.
+        urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote url is
+            a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards. In
+            an object store, a url without a dot in its last part is a folder, too. Any other remote url is a shard, unlike
+            in `tc.open`. A string in a list is always a shard. webdataset's `gopen` opens all other strings, and runs a
+            string that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a
+            folder, manifest, wildcard or brace are always opened as paths.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -76,7 +76,7 @@ class ResumablePipeline(IterableDataset[Any]):
         handler, select_files, rename_files, max_expanded_nbytes: As for `tarfile_to_samples`.
 
     Raises:
-        FileNotFoundError: A local text or a folder names no existing file, or a manifest does not exist.
+        FileNotFoundError: No file matches a local string, a folder has no shards, or a manifest does not exist.
         TypeError: `urls` has a type that is not listed above.
         ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does.
 

@@ -123,7 +123,7 @@ def _keys(table: Any, key: str) -> list[str]:
 
 
 def _leave_out(table: Any, digests: Any, key: str) -> Any:
-    """Return the rows of a block without the rows whose keys are among the sorted digests."""
+    """Drop the rows of a block whose key digests are in `digests`, which are sorted."""
     if not table.num_rows:
         return table
     finished = ray.get(digests)  # a view of Ray's memory, which a node has once

@@ -245,7 +245,7 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
 
 
 def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield tables of about 32 MiB with the samples from `begin` on, one sample for each item of `nbytes`."""
+    """Yield the samples `[begin, begin + len(nbytes))` in tables of about 32 MiB; `nbytes` contains their sizes."""
     cache = _cache_of(reference)
     count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
     for first, end in _cut_evenly(nbytes, count):

@@ -239,7 +239,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 texts and dates are filled with zero bytes.
             choose: Alternative tensors, by the name of the chosen tensor in the batch:
                 `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
-                alternatives. Only the chosen tensor is read, and is in the batch. A tuple of names is chosen together:
+                alternatives. Only the chosen tensor is read, and appears in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`. Alternatives may be values,
                 for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
                 chosen together: `{("text", "caption"): ("texts.*", "captions.*")}`. In a joined cache, names that are chosen

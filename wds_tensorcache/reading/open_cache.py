@@ -68,7 +68,7 @@ def open(
         keep_indexes: Keep indexes of remote shards on disk, for later runs: in a folder of the user, or in the folder given.
             False keeps none. The environment variable `TENSORCACHE_INDEXES` is the default folder; `off` keeps none.
         cache_dir: Folder on a local disk of this node for the bytes of remote shards that were read. All processes of the
-            node that pass it share it, and fetch each byte once. It is created if needed, for this user alone.
+            node that pass it share it, and fetch each byte once. If needed, it is created with mode 0700.
         cache_nbytes: The most bytes that the files in `cache_dir` may take on disk, over all processes; the least recently
             used shards are removed. With None, they may fill the disk up to the last fiftieth.
 
@@ -81,7 +81,7 @@ def open(
         StaleCacheError: The fingerprint of a shard does not match `expect`, or is missing.
         KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches or none.
         ImportError: A url needs a package that is not installed; the message says which extra to install.
-        NotImplementedError, OSError: `cache_dir` needs Linux; or it is not a folder of this user alone.
+        NotImplementedError, OSError: `cache_dir` needs Linux; or it is not a folder that only this user can write.
         TypeError, ValueError: An argument is invalid; or `cache_dir` is on a network file system.
     """
     for option, value in (("max_open_files", max_open_files), ("num_threads", num_threads)):

@@ -54,7 +54,7 @@ class KeptValues:
 
 
 class Store:
-    """The samples of several shards. A sample's `position` is its number among the samples of all shards.
+    """The samples of several shards. A sample's `position` is its index among the samples of all shards.
 
     Threads/fork/pickle: safe everywhere. A forked child starts new threads; a copy in another process opens the files
         again.

@@ -37,11 +37,11 @@ _END: Any = object()  # takes the place of a sequence's item that only one of tw
 
 
 def insert(sample: Any, name: str) -> Any:
-    """Return a sample with a placeholder for a tensor at the path `name`. The sample has None or nothing there.
+    """Return a sample with a placeholder tensor at the path `name`, where the sample has None or nothing.
 
     Raises:
-        ValueError: Another value has this path, or the path leads through a value that is not a container. Or the name does not
-            determine the type of a container that the sample lacks.
+        ValueError: Another value has this path, the path leads through a value that is not a container, or the path needs a
+            new container whose type `name` does not determine.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
     return _insert(sample, name.split("."), lazy)

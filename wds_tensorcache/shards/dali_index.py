@@ -52,7 +52,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
 
 
 def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
-    """Write DALI's index of a shard; raise FileExistsError if it would replace a tar, or anything but a file."""
+    """Write DALI's index of a shard; raise FileExistsError if it would replace a tar or a folder."""
     name = dali_index_path(shard)
     if not folder.is_remote:
         check_replaceable(folder.locate(name))

@@ -353,8 +353,8 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
 
-    The file has `nbytes` bytes. An unknown number of extended headers may precede the member's own header, and each number may
-    give another name.
+    The file has `nbytes` bytes. Extended headers before the member's own header may change its name, and it is unknown how many
+    there are. So the function tries every possible first header.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         first, headers = begin - blocks * BLOCK, Headers(read, nbytes)
@@ -378,9 +378,9 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
 def find_header(
     read: Callable[[int, int], bytes], begin: int, end: int, accept: Callable[[bytes], bool] = is_header
 ) -> int | None:
-    """Return the offset of the first tar header that a function accepts in the bytes `[begin, end)` of a file, or None.
+    """Return the offset of the first tar header in the bytes `[begin, end)` of a file; None if there is none.
 
-    `begin` is the offset of a block.
+    `begin` is the offset of a block. `accept` returns whether a block is such a header.
     """
     for at in range(begin, end, _CHUNK_NBYTES):
         header_begin = find_header_in(read(at, min(at + _CHUNK_NBYTES, end)), accept)

@@ -77,7 +77,7 @@ class SharedDataset(Cache[Any]):
     Raises:
         InvalidKeyError: `name` is empty or too long, or has other characters than letters, digits and `" .=+@_-"`.
         StaleCacheError: The name is in use for a dataset with another fingerprint; the message contains both.
-        PermissionError: The files in `directory` do not belong to this user alone.
+        PermissionError: The files in `directory` belong to another user, or other users can access them.
         FormatError: The files are damaged. Access to a damaged sample raises it, too.
         OSError: `directory` does not exist, or the file system is full. Access to a sample that does not fit raises it, too.
         NotImplementedError: The system is not Linux.

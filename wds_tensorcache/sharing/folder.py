@@ -169,7 +169,7 @@ def read_head(path: str) -> dict[str, Any]:
 
     Raises:
         FormatError: The file is missing or damaged.
-        PermissionError: The file is not a regular file of this user alone.
+        PermissionError: The file is not a regular file, or other users can access it.
     """
     where = os.path.join(path, HEAD)
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
@@ -196,7 +196,7 @@ def open_folder(
     Raises:
         InvalidKeyError: The name is not allowed.
         StaleCacheError: The folder was made for a dataset with another fingerprint.
-        PermissionError: The folder or a file in it does not belong to this user alone.
+        PermissionError: The folder or a file in it belongs to another user, or other users can access it.
         FormatError: The folder's `head.json` is damaged.
         FileExistsError: Another process still held the lock of `base` after 60 s.
         OSError: The file system is full.
@@ -268,7 +268,7 @@ def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
 
     For torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
     of the indices. For any dataset, it contains the attribute `_fingerprint` if that is a string, as in Hugging Face's
-    `datasets`. It reads no sample, and does not depend on the code of the dataset.
+    `datasets`. No sample is read, and the code of the dataset has no effect on the fingerprint.
 
     Raises:
         TypeError: The dataset has no length.

@@ -41,7 +41,7 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
     Raises:
         NotImplementedError: The system is not Linux.
         FileNotFoundError: The directory does not exist.
-        PermissionError: The folder in `directory` does not belong to this user alone.
+        PermissionError: The folder in `directory` belongs to another user, or other users can access it.
     """
     infos = []
     for path in find_folders(base_folder(directory)):

@@ -110,7 +110,7 @@ class Segments:
 
         Raises:
             FormatError: The segment is damaged.
-            PermissionError: The segment is not a regular file of this user alone.
+            PermissionError: The segment is not a regular file, or other users can access it.
         """
         number, offset = self._table.place(index)
         if not number:

@@ -61,7 +61,7 @@ class Table:
 
     Raises:
         FormatError: The file is missing, or has another length. `segments` raises it, too, for impossible numbers.
-        PermissionError: The file is not a regular file of this user alone.
+        PermissionError: The file is not a regular file, or other users can access it.
     """
 
     def __init__(self, path: str, num_samples: int) -> None:

@@ -32,11 +32,13 @@ def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool
 
 
 def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """Open a file of this user alone; return its descriptor and status. `path` is relative to the folder `dir_fd`, if given.
+    """Open a file that only this user can access; return its descriptor and status.
+
+    With `dir_fd`, the file is opened in that folder by the last part of `path`.
 
     Raises:
         OSError: The file does not exist, or is a symbolic link.
-        PermissionError: The file is not a regular file of this user alone.
+        PermissionError: The file is not a regular file, or other users can access it.
     """
     name = path if dir_fd is None else os.path.basename(path)
     try:
@@ -54,7 +56,9 @@ def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, o
 
 
 def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
-    """Create a file of this user alone with `content`, extended with zeros to `nbytes` bytes of reserved disk space.
+    """Create a file that only this user can access, with `content`.
+
+    Reserve `nbytes` bytes of disk space; the file is extended with zeros to this length.
 
     Raises:
         FileExistsError: The path exists.

@@ -1,4 +1,4 @@
-"""Executors whose results come in the order of the jobs, and values that each process makes for itself."""
+"""Run jobs on threads and return results in order; create values once per process."""
 
 from __future__ import annotations
 

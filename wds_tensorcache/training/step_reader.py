@@ -41,7 +41,7 @@ class StepReader:
         return [] if self.alternatives is None else self.alternatives.names
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns for `Cache.select` of the stored tensors that batches with only the tensors `names` need."""
+        """Return patterns with which `Cache.select` keeps the stored tensors needed to make the batch tensors `names`."""
         return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
 
     def schema(self) -> dict[str, TensorSchema]:

@@ -123,7 +123,7 @@ def _text(shard: OldShard) -> str:
 
 
 def _unite_sources(shards: list[OldShard]) -> None:
-    """Give shards of imports the same fingerprint if they differ only in the folders from which they were imported."""
+    """Give imported shards the same fingerprint if their fingerprints differ only in the source folders."""
     alike: dict[str, tuple[list[OldShard], list[Any]]] = {}  # shards, and the folders of all of them
     for shard in shards:
         fingerprint = shard.fingerprint or {}

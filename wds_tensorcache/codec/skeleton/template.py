@@ -127,7 +127,7 @@ class Template:
         return values if body[pos:] == self.segments[-1] else MISS
 
     def build(self, parts: list[Any]) -> Any:
-        """Return the sample built from `parts`: its values, followed by its tensors. Changes the list."""
+        """Return the sample built from `parts`: first all values, then all tensors. Containers are appended to `parts`."""
         return assemble(self.containers, parts)
 
     def write(self, sample: Any, align: int) -> Written | None:

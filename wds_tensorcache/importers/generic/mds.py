@@ -84,7 +84,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _check(folder: SourceFolder, start: str, shard: Any) -> str:
-    """Return the file of a shard; raise FormatError if it is missing, or reading it may run code."""
+    """Return the file of a shard; raise FormatError if it is missing or has another format, or reading it may run code."""
     if shard["format"] != "mds" or shard["version"] != 2:
         raise FormatError(f"a shard has the format {shard['format']!r:.40}, expected mds, version 2")
     for name, encoding in zip(shard["column_names"], shard["column_encodings"], strict=True):

@@ -181,7 +181,7 @@ def _sample(
 
 
 def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None) -> Loaded:
-    """Return the latents and their texts; raise FormatError if there is a `problem`."""
+    """Return the latents and their texts; raise FormatError if there is a `problem`, or the texts do not fit the captions."""
     value = item.load(folder) if item else {}
     if captions and "text" in value:
         problem = "has an entry 'text', where its text embeddings would be"
@@ -253,7 +253,7 @@ def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]
 
 
 def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]]) -> list[_Item]:
-    """Return the items of one `.bin` file; raise FormatError if there are gaps between them."""
+    """Return the items of one `.bin` file; raise FormatError if it is missing or short, or the items are not contiguous."""
     if file not in folder:
         raise FormatError(f"{file} is missing")
     items, end = [], 0

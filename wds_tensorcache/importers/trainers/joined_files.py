@@ -145,9 +145,10 @@ def find_resolutions(keys: Iterable[str]) -> list[str]:
 
 
 def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name tensors by their content, and sort them by name.
+    """Shorten tensor keys to the content that they declare, such as `latents`, and sort tensors by name.
 
-    If tensors have the same content, only the widest tensor gets this name. The other tensors keep their keys.
+    If several keys declare the same content, only the tensor with the widest dtype is renamed. The other tensors keep their
+    keys.
     """
 
     def rank(key: str) -> int:

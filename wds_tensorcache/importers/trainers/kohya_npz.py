@@ -77,7 +77,7 @@ def _is_old(arrays: list[str] | None) -> bool:
 
 
 def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
-    """Return the names of the arrays; None if the file is damaged."""
+    """Return the names of the arrays in a file; None if the file cannot be read or is damaged."""
     try:
         return list_npz(folder, name)
     except (FormatError, OSError):

@@ -88,7 +88,10 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
-    """Return layouts with the references from skeletons that the index lacks, and each sample's index into the layouts."""
+    """Complete layouts with references that the index lacks; return them, and the index of each sample's layout.
+
+    The missing references are read from the samples' skeletons.
+    """
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
     item_of_sample = np.empty(len(which), np.int64)

@@ -157,7 +157,7 @@ class BlockFile(ShardFile):
         return self._num_leading * BLOCK
 
     def extent(self, run: tuple[int, int]) -> tuple[int, int]:
-        """Return the bytes `[begin, end)` of a run of blocks."""
+        """Return the byte range `[begin, end)` of a run of blocks."""
         return run[0] * BLOCK, min(run[1] * BLOCK, self.nbytes)
 
     def publish(self, run: tuple[int, int], content: memoryview) -> None:

@@ -253,7 +253,7 @@ def basic_authorization(user: str, password: str) -> str:
 
 
 def _read_netrc(origin: str) -> str | None:
-    """Return the netrc file's header `Authorization` for a server; None if the file has none or cannot be read."""
+    """Return the `Authorization` header for a server from the netrc file; None if it has no entry or cannot be read."""
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
