@@ -81,8 +81,10 @@ def safe_key(name: str) -> str:
     """Return a legal key for any text, such as the path of a photo. Different texts get different keys.
 
     ASCII letters, digits, `-` and `_` stay as they are, and so does a `/` inside a path. The UTF-8 of all other characters is
-    percent-encoded as in a URL (RFC 3986). The key has at most 88 characters, so that the names of its two members have at most
-    100 bytes. A longer key is cut to its first 38 characters, followed by 160 bits of the SHA-256 of `name`.
+    percent-encoded as in a URL (RFC 3986), and so is the first `_` of a name that begins with `__`.
+
+    The key has at most 88 characters, so that the names of its two members have at most 100 bytes. A longer key is cut to its
+    first 38 characters, followed by 160 bits of the SHA-256 of `name`.
 
     Args:
         name: Any text, also empty or with lone surrogates, as `os.fsdecode` returns for file names that are not UTF-8.

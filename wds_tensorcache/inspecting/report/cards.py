@@ -136,7 +136,7 @@ def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
 
 
 def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits) -> Iterator[dict[str, Any]]:
-    """Yield pictures: latents before other pictures, and pictures before maps."""
+    """Yield the most important pictures first: flips, masks and control images come late, and maps come last."""
     drawn: list[tuple[Any, int, str, Lazy, Planes]] = []
     for name, lazy in lazies.items():
         planes = find_planes(name, lazy.dtype, lazy.shape)
