@@ -275,3 +275,23 @@ def test_damage_in_a_transform_stays_damage(tmp_path: Any) -> None:
         assert caught.value.kind == "damaged"
         if hasattr(caught.value, "__notes__"):
             assert "look failed at step 2 of epoch 0" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_transform_that_writes_into_its_mask_does_not_change_that_of_training(
+    tmp_path: Any, num_threads: int
+) -> None:
+    with tc.ShardWriter(tmp_path / "0.tar") as writer:
+        for i in range(5):
+            writer.write(str(i), {"x": torch.tensor(i)})
+
+    def invert(batch: Any, info: tc.BatchInfo) -> Any:
+        info.is_padding.logical_not_()
+        return batch
+
+    with (
+        tc.open(tmp_path) as cache,
+        tc.Loader(cache, 4, last_batch="pad", transform=invert, num_threads=num_threads) as loader,
+    ):
+        masks = [info.is_padding.tolist() for _, info in loader.with_info()]
+    assert masks == [[False] * 4, [False, True, True, True]]

@@ -371,7 +371,8 @@ class Loader(BaseLoader):
             is_padding: Any = to_device(torch.from_numpy(step.is_padding), False, device) if needs_mask else None
             edits: list[Any] = []
             if self._transforms:
-                info = self._thread_reader.info(step, is_padding, self._collate)
+                # training gets another mask, because a transform may write into its own
+                info = self._thread_reader.info(step, is_padding.clone(), self._collate)
                 batch, edits = apply_transforms(batch, info, self._transforms), info._edits
                 done = perf_counter()
             if self._transforms or callable(self._read_options["collate"]):
