@@ -123,7 +123,8 @@ def _serve(connection: Connection, title: str, stores: Path, part: int) -> None:
     """Open a case, send the names of its rows, and measure those that the parent process names."""
     settle()
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    everyone, _ = peers.load(["ours", _TENSORDICT])  # before memory is limited
+    everyone, _ = peers.load(["ours", _TENSORDICT])
+    connection.send("loaded")
     with (
         tempfile.TemporaryDirectory(dir=stores) as scratch,
         tempfile.TemporaryDirectory(dir="/dev/shm") as tmpfs,
@@ -156,6 +157,7 @@ class _State:
             process.start()
             sys.path[:] = before
             theirs.close()
+            ours.recv()  # Hazard: with limited memory, the system would kill a process that still loads its packages.
             if CASES[title].is_limited:
                 stack.callback(_limit_memory(process.pid).rmdir)
             stack.callback(process.join)

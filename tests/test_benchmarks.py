@@ -147,6 +147,15 @@ def test_two_states_are_compared(tmp_path: Path) -> None:
         assert base == "-" if row.startswith(CEILING) else len(ratio.partition(" (")[0].split(", ")) == 2
 
 
+@pytest.mark.long
+def test_two_states_are_compared_with_limited_memory(tmp_path: Path) -> None:
+    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "batch_cold, 450 KB, * MB of memory")
+    output = _run(sys.executable, "-m", "benchmarks.core", *chosen)
+    if "PermissionError" in output or "FileNotFoundError" in output or "Skipped" in output:
+        pytest.skip("needs a real disk and the right to make a control group")
+    assert f" | {NAME} | " in output
+
+
 def test_the_page_about_scale_has_the_tables() -> None:
     page = (ROOT / "benchmarks" / "scale.md").read_text()
     for table in tables_of_scale():

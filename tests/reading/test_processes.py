@@ -194,11 +194,11 @@ def test_closing_while_threads_read(folder: str) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_torch_keeps_its_number_of_threads_and_starts_none(tmp_path: Path, num_threads: int) -> None:
+    with tc.ShardWriter(tmp_path / "a.tar") as writer:  # not in the process whose threads are counted
+        for i in range(64):
+            writer.write(str(i), {"x": torch.from_numpy(np.full(1 << 16, i, "f4")), "y": i})
     code = f"""
 import os, threading, numpy, torch, wds_tensorcache as tc
-with tc.ShardWriter("{tmp_path}/a.tar") as writer:
-    for i in range(64):
-        writer.write(str(i), {{"x": torch.from_numpy(numpy.full(1 << 16, i, "f4")), "y": i}})
 cache = tc.open("{tmp_path}/a.tar", num_threads={num_threads})
 torch.set_num_threads(5)
 before = len(os.listdir("/proc/self/task"))

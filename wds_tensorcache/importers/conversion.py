@@ -31,7 +31,7 @@ from wds_tensorcache.importers.source import Loaded, SourceSample
 from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
-from wds_tensorcache.storage import output
+from wds_tensorcache.storage.output import write_at_once
 from wds_tensorcache.writing.writer import ShardWriter
 
 _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
@@ -245,7 +245,7 @@ def _begin_worker(conversion: Conversion, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a collection would copy the pages of all objects
-    output._LARGE_NBYTES = _LARGE_NBYTES
+    write_at_once(_LARGE_NBYTES)
     torch.set_num_threads(1)  # Hazard: the child does not have the threads of OpenMP, and would wait for them
 
 

@@ -17,11 +17,17 @@ from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes, start_writeb
 from wds_tensorcache.storage.threads import Threads
 
 _STAGE_NBYTES = 1 << 22  # a stage is recycled memory that collects pieces
-_LARGE_NBYTES = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
+_large_nbytes = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
 # The parts of a piece below this size are joined first: one more copy takes less time than many short ones.
 _SMALL_NBYTES = 1 << 14
 _MAX_STAGES = 2  # the most stages that are being written while the caller fills another
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
+
+
+def write_at_once(nbytes: int) -> None:
+    """Let this process write pieces of `nbytes` bytes or more without a copy, while other processes use the processor."""
+    global _large_nbytes
+    _large_nbytes = nbytes
 
 
 class Output:
@@ -65,7 +71,7 @@ class Output:
             OSError: These or earlier bytes could not be written.
         """
         self.check()
-        if nbytes >= _LARGE_NBYTES:
+        if nbytes >= _large_nbytes:
             self.flush()
             self._write([memoryview(part).cast("B") for part in parts if len(part)])
             self.check()
