@@ -9,7 +9,7 @@ import pickle
 import random
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from webdataset.gopen import gopen_schemes
 
 import wds_tensorcache as tc
-from tests.remote.servers.http_server import HttpServer
+from tests.remote.servers.http_server import HttpServer, Request
 from tests.remote.servers.write_server import WriteServer
 
 SIZES = (5, 1, 7, 3, 4)
@@ -345,13 +345,27 @@ def test_closing_ends_the_requests(http_server: HttpServer, tmp_path: Path, monk
     url = http_server.put("a.tar", tar_of(24, 1 << 20, tmp_path / "a.tar"))
     samples = iter(tc.tarfile_to_samples()([{"url": url}]))
     next(samples)
-    http_server.script("a.tar", *({"stall_s": 600} for _ in range(8)))
-    next(samples)
+    requests = http_server.log()
+
+    def nbytes_of(request: Request) -> int:
+        first, last = map(int, (request.range or "").removeprefix("bytes=").split("-"))
+        return last - first + 1
+
+    def wait_for(is_there: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not is_there():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            requests.extend(http_server.log())
+
+    # all that is read ahead of the first sample has been requested: the server stalls only later requests
+    wait_for(lambda: sum(map(nbytes_of, requests)) > 15 << 20)
+    http_server.script("a.tar", {"stall_s": 600, "times": -1})
+    next(samples)  # needs one more request, but not its answer
+    requests.clear()
+    wait_for(lambda: any(one.status == 0 for one in requests))
     samples.close()  # type: ignore[attr-defined]
-    deadline = time.monotonic() + 60
-    while not any(one.status == -1 for one in http_server.log()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: any(one.status == -1 for one in requests))
 
 
 @pytest.mark.usefixtures("new_forkserver")
