@@ -20,8 +20,8 @@ _NAMES = {
     "codec.sample": "decode_sample encode_sample",
     "codec.tree": "flatten realize",
     "errors": (
-        "BatchError EncodeError FormatError InvalidKeyError MissingShardError RemoteError StaleCacheError TarFormatError "
-        "TensorCacheError UnsafeSkeletonError"
+        "BatchError BuildError EncodeError FormatError InvalidKeyError MissingShardError RemoteError StaleCacheError "
+        "TarFormatError TensorCacheError UnsafeSkeletonError"
     ),
     "integrations.exporting": "export_cache",
     "importers.import_cache": "import_cache",

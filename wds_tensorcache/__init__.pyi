@@ -6,6 +6,7 @@ from wds_tensorcache.codec.sample import decode_sample, encode_sample
 from wds_tensorcache.codec.tree import flatten, realize
 from wds_tensorcache.errors import (
     BatchError,
+    BuildError,
     EncodeError,
     FormatError,
     InvalidKeyError,
@@ -45,6 +46,7 @@ from wds_tensorcache.writing.writer import ShardWriter
 __all__ = [
     "BatchError",
     "BatchInfo",
+    "BuildError",
     "Cache",
     "EncodeError",
     "EpochOrder",

@@ -7,6 +7,7 @@ TensorCacheError
 │   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton that names code outside the format
 ├── EncodeError             (TypeError)              a Python value that the format cannot represent
 ├── BatchError              (ValueError)             samples that cannot form one batch
+├── BuildError              (RuntimeError)           items that failed in a call of `build`
 ├── RemoteError             (OSError)                a request to a server or an object store that failed
 ├── StaleCacheError         (ValueError)             a cache whose fingerprint differs from the expected fingerprint
 └── InvalidKeyError         (ValueError)             a sample key or cache name that breaks a naming rule
@@ -24,6 +25,7 @@ from typing import Literal, TypeVar
 
 __all__ = [
     "BatchError",
+    "BuildError",
     "EncodeError",
     "FormatError",
     "InvalidKeyError",
@@ -139,6 +141,18 @@ class EncodeError(TensorCacheError, TypeError):
 
 class BatchError(TensorCacheError, ValueError):
     """Samples or caches that cannot form one batch; the message says where they differ."""
+
+
+class BuildError(TensorCacheError, RuntimeError):
+    """Items that failed in `build(…, on_error="record")`; the samples of all other items are on disk.
+
+    Attributes:
+        failures: Key and text of each failure, in the order of the items. The key is None if only the item itself tells its
+            key, and the item could not be read. The text contains the number of the item, the exception, and the last
+            frame of its traceback.
+    """
+
+    failures: tuple[tuple[str | None, str], ...] = ()
 
 
 class RemoteError(TensorCacheError, OSError):

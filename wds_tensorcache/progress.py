@@ -44,7 +44,10 @@ class Progress:
         if self._function is not None:
             self._function(done, self._total)
         elif self._bar is not None:
-            self._bar.initial = initial
+            # `update` would count the finished work for the rate of the last seconds, which the bar shows until it closes
+            moved, self._bar.initial = initial - self._bar.initial, initial
+            self._bar.n += moved
+            self._bar.last_print_n += moved
             self._bar.update(done - self._bar.n)
 
     def close(self) -> None:

@@ -56,8 +56,12 @@ def test_a_second_one_in_a_process(tmp_path: Path, options: dict[str, Any]) -> N
     with tc.ShardWriter(tmp_path / "%03d.tar", fsync=False) as first:
         first.write("a", {"x": 1})
         before = sorted(os.listdir(tmp_path))
-        with pytest.raises(FileExistsError, match=r"another writer is writing .*%03d\.tar; wait"):
+        with pytest.raises(
+            FileExistsError, match=r"an unfinished writer of this process is writing .*%03d\.tar; close"
+        ):
             tc.ShardWriter(tmp_path / "%03d.tar", **options)
+        with pytest.raises(FileNotFoundError, match="a writer in this process has not finished its first shard"):
+            tc.open(tmp_path)
         assert sorted(os.listdir(tmp_path)) == before
     assert list(tc.open(tmp_path).keys()) == ["a"]
     assert not lock_files(tmp_path)
@@ -69,6 +73,8 @@ def test_another_process(tmp_path: Path) -> None:
     first, _ = begin(tmp_path / "%03d.tar")
     with pytest.raises(FileExistsError, match=r"another writer is writing .*%03d\.tar; wait"):
         tc.ShardWriter(tmp_path / "%03d.tar", resume=True)
+    with pytest.raises(FileNotFoundError, match="a writer in another process has not finished its first shard"):
+        tc.open(tmp_path)
     end(first)
     write_one(tmp_path / "%03d.tar", "b")  # at once
     assert list(tc.open(tmp_path).keys()) == ["b"]

@@ -167,6 +167,11 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
     else:
         left_out = _describe_packed(sorted(filter(_is_packed, names or ())))
     if not shards and names is not None:
+        if names and not folder.is_remote:
+            from wds_tensorcache.storage.locks import find_writer
+
+            if writer := find_writer(path):
+                left_out = f"a writer in {writer} has not finished its first shard; close it, or wait until it ends"
         raise FileNotFoundError(f"{path} has neither {MANIFEST} nor any *.tar{f'; {left_out}' if left_out else kinds}")
     if left_out:
         messages.append(f"{path}: {left_out}")

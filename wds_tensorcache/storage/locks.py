@@ -113,7 +113,19 @@ def is_being_written(folder: str) -> bool:
     The manifest may not list the new shards of an active writer yet. On a file system without locks, a writer counts as
     active until its lock file is deleted.
     """
-    return any(is_held(os.path.join(folder, name)) for name in os.listdir(folder) if _LOCK(name))
+    return find_writer(folder) is not None
+
+
+def find_writer(folder: str) -> str | None:
+    """Return "this process" or "another process" if it is writing in a folder, as `is_being_written` tells; else None."""
+    paths = [os.path.join(folder, name) for name in os.listdir(folder) if _LOCK(name)]
+    return next((holder_of(path) for path in paths if is_held(path)), None)
+
+
+def holder_of(path: str) -> str:
+    """Return "this process" if it holds the lock of a file; otherwise "another process"."""
+    own = [os.path.realpath(file.path) for file in _OPEN if isinstance(file, Flock) and file.is_locked is not False]
+    return "this process" if os.path.realpath(path) in own else "another process"
 
 
 def is_held(path: str) -> bool:

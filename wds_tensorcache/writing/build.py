@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import FormatError, StaleCacheError
@@ -22,6 +22,7 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.writing.build_batch import Job, SampleProgress, Target, compute
 from wds_tensorcache.writing.build_compare import DIGEST, Comparison, refuse_shared
+from wds_tensorcache.writing.build_failures import Failures, list_failures
 from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
@@ -45,6 +46,9 @@ def build(
     world_size: int | None = None,
     progress: bool | Callable[[int, int | None], object] | None = None,
     max_samples: int = MAX_SAMPLES,
+    on_error: Literal["raise", "record"] = "raise",
+    allow_failures: bool = False,
+    check: Literal["finite"] | None = None,
     **options: Any,
 ) -> TensorCache:
     """Build a cache: run a function, for example a model on a GPU, over a dataset in batches, and write the results.
@@ -93,6 +97,13 @@ def build(
             `progress(done, total)` of the numbers of finished samples and of all samples of this rank. `total` is None if
             the source has no length.
         max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
+        on_error: What to do if an item fails. `"raise"` raises the error and ends the call. With `"record"`, the items of a
+            batch that fails are tried again one by one: the items that cannot be read, or whose key, digest or sample
+            cannot be made or stored, are listed in the folder's file `failures.jsonl`, and all others are written. A rank
+            has its own file, such as `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists
+            only items that still fail. Errors of an iterable source itself, of the writer and of arguments end the call.
+        allow_failures: With `on_error="record"`, return a cache without the samples of items that have failed, and warn.
+        check: `"finite"` makes a sample with a tensor or array that contains NaN or infinity an error of its item.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
@@ -100,6 +111,8 @@ def build(
         until a version is written, it is empty.
 
     Raises:
+        BuildError: Items have failed, with `on_error="record"`. All other samples are in `out`; with `reuse`, they are in the
+            hidden folder from which the next call resumes.
         StaleCacheError: `out` or `reuse` has a different fingerprint. Or items have changed, moved or been removed, or are in
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
@@ -128,20 +141,26 @@ def build(
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
     if reuse is not None:
         check_local(out, "a version that is built with reuse=")
+    if on_error not in ("raise", "record") or check not in (None, "finite"):
+        raise ValueError(f"{on_error=!r:.100}, {check=!r:.100}: expected 'raise' or 'record', and None or 'finite'")
+    if allow_failures and on_error == "raise":
+        raise ValueError(
+            "allow_failures=True with on_error='raise', which ends at the first error; pass on_error='record'"
+        )
     rank, world_size = find_rank(rank, world_size)
     fault = f"rank={rank}, world_size={world_size}"
     if world_size > 1 and not pattern.is_numbered:
         raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if world_size > 1 and not options.get("footer", True):
         raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
-    items = Items(source, keys, digest, batch_size, num_workers, rank, world_size)
+    items = Items(source, keys, digest, batch_size, num_workers, rank, world_size, records=on_error == "record")
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
     with closing(SampleProgress(False if rank and progress is None else progress, items.num_items)) as bar:
-        job = Job(items, fn, bar, options)
+        job = Job(items, fn, bar, options, allow_failures, check == "finite")
         if reuse is None:
             _extend(job, pattern.of_rank(rank, world_size) if world_size > 1 else pattern)
-            if world_size > 1 and not pattern.build_shards(folder_of(folder).names()):
+            if (world_size > 1 or allow_failures) and not pattern.build_shards(folder_of(folder).names()):
                 return _no_samples(fingerprint)
             remove_abandoned(folder)
         elif not pattern.is_numbered:
@@ -155,9 +174,12 @@ def build(
         else:
             finished = _load_checked(folder, fingerprint).shards
             remove_abandoned(folder)
-            for _ in _missing(job, finished, folder, set(), is_complete=True):
+            local = folder_of(folder)
+            failures = job.open_failures(local, local.names())
+            for _ in _missing(job, finished, folder, set(), failures, is_complete=True):
                 bar.show_count()
             bar.show_count()
+            failures.report(allow_failures, f"build a new version in another folder, with reuse={folder!r}")
     cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
     return cache
 
@@ -187,7 +209,9 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
 def _extend(job: Job, pattern: ShardPattern) -> None:
     """Write the samples that the folder of a pattern does not contain yet."""
     items, folder = job.items, pattern.folder or os.curdir
-    for name in folder_of(folder).names():
+    files = folder_of(folder, job.options.get("fsync", True))
+    names = files.names()
+    for name in names:
         if name.endswith(".tar") and not name.startswith(".") and not pattern.is_in_build(name):
             raise ValueError(
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
@@ -198,12 +222,15 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
     except StaleCacheError as exc:
         raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
     seen: set[str] = set()
-    compute(job, _missing(job, sink.finished, folder, seen), sink, folder, sink.finished.indexes.values())
+    failures = job.open_failures(files, names)
+    batches = _missing(job, sink.finished, folder, seen, failures)
+    compute(job, batches, sink, failures, sink.finished.indexes.values())
     if items.world_size > 1:
         new = list_new(pattern, sink.finished, job.options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
         Comparison(items, FinishedShards(others, sink.finished.files), folder).check(after=items.num_all)
+    failures.report(job.allows_failures)
 
 
 def _check_shared(
@@ -222,14 +249,21 @@ def _check_shared(
     if not seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
         return
     keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
-    if len(keys) < items.num_all:
+    failed = [failure for failure in list_failures(folder_of(pattern.folder)) if failure.key not in keys]
+    if len(keys) + len(failed) < items.num_all:
         others = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
         remedy = "call build here once more with rank=0, world_size=1, which computes the missing samples"
         refuse_shared(others, pattern, seen, remedy)
 
 
 def _missing(
-    job: Job, finished: FinishedShards, folder: str, seen: set[str], *, is_complete: bool = False
+    job: Job,
+    finished: FinishedShards,
+    folder: str,
+    seen: set[str],
+    failures: Failures,
+    *,
+    is_complete: bool = False,
 ) -> Iterator[list[Target]]:
     """Yield batches up to the first changed item; at the end, raise StaleCacheError if an item has changed."""
     # With `is_complete`, a sample without an item and an item without a sample are errors, too. `seen` gets all keys.
@@ -248,7 +282,12 @@ def _missing(
             if places:
                 job.bar.num_old += 1
                 comparison.find_right(item, places)
-            num_new += is_complete and not places
+            if is_complete and not places:
+                failure = failures.earlier.get(item.number) if items.records else None
+                if failure is None:
+                    num_new += 1
+                else:
+                    failures.new[item.number] = failure
         if not comparison.has_changed() and not num_new:
             if not is_checked and any(is_missing for _, is_missing in targets):
                 comparison.check(after=targets[-1][0].number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,15 +16,19 @@ import numpy as np
 import torch
 
 from wds_tensorcache.arguments import user_level
+from wds_tensorcache.codec.dtypes import true_dtype
 from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import parse_reference
+from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
+from wds_tensorcache.storage.folder import Folder
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_compare import DIGEST
+from wds_tensorcache.writing.build_failures import Failure, Failures
 from wds_tensorcache.writing.build_items import Item, Items, add_note_of
 from wds_tensorcache.writing.writer import ShardWriter
 
@@ -39,18 +44,27 @@ class Job:
     fn: Callable[[list[Any]], Any]
     bar: SampleProgress
     options: dict[str, Any]
+    allows_failures: bool
+    checks_finite: bool
+
+    def open_failures(self, folder: Folder, names: list[str]) -> Failures:
+        """Return the failures of this rank in a folder with files of these names."""
+        return Failures(folder, names, self.items.is_own, self.items.rank, self.items.world_size)
 
 
 def compute(
-    job: Job, batches: Iterable[list[Target]], sink: ShardWriter, folder: str, earlier: Iterable[ShardIndex]
+    job: Job, batches: Iterable[list[Target]], sink: ShardWriter, failures: Failures, earlier: Iterable[ShardIndex]
 ) -> None:
     """Run the function on each batch with a missing sample, and write the missing samples.
+
+    If the items record failures, the missing samples of a batch that fails are computed one by one, and an item that fails
+    again is added to `failures`.
 
     The caller's thread shows the progress after each batch. At the end, also after an error, `sink` is closed, which keeps the
     samples of its unfinished shard. Then the first error of either thread is raised. A tensor causes a warning if it differs in
     dtype or number of dimensions from earlier samples or from the `earlier` indexes.
     """
-    kinds, num_before = _TensorKinds(), sink.num_finished
+    kinds, num_before, records = _TensorKinds(), sink.num_finished, job.items.records
     failed: list[BaseException] = []
     waiting: deque[Future[None]] = deque()
 
@@ -61,7 +75,15 @@ def compute(
             for item, sample in zip(missing, batch.rows(), strict=True):
                 if item is not None:
                     members = {} if item.digest is None else {DIGEST: item.digest}
-                    packed = sink._pack(item.key, sample, members)
+                    try:
+                        packed = sink._pack(item.key, sample, members)
+                        if job.checks_finite:
+                            _check_finite(item.key, sample, sink)
+                    except Exception as exc:
+                        if not records:
+                            raise
+                        failures.add(Failure.of(item.number, item.key, exc))
+                        continue
                     packed.item_digest = item.origin
                     sink._place(packed)
                     kinds.check(packed)
@@ -70,21 +92,41 @@ def compute(
             failed.append(exc)
             raise
 
+    def submit(batch: list[Target]) -> None:
+        with add_note_of(partial(_describe_all, batch)):
+            returned = job.fn([item.value for item, _ in batch])
+        while len(waiting) >= _MAX_WRITING:
+            waiting.popleft().result()
+        # without the values of items, which may be large
+        missing = [replace(item, value=None) if is_missing else None for item, is_missing in batch]
+        with add_note_of(partial(_describe_all, batch)):
+            copied = Batch(returned, len(batch), partial(_describe, batch))
+        waiting.append(thread.submit(write, copied, missing))
+
     with Threads(1, "tensorcache-build") as thread:
         try:
             for index in earlier:
                 kinds.add(index)
             for batch in batches:
-                if any(is_missing for _, is_missing in batch):
-                    with add_note_of(partial(_describe_all, batch)):
-                        returned = job.fn([item.value for item, _ in batch])
-                    while len(waiting) >= _MAX_WRITING:
-                        waiting.popleft().result()
-                    # without the values of items, which may be large
-                    missing = [replace(item, value=None) if is_missing else None for item, is_missing in batch]
-                    with add_note_of(partial(_describe_all, batch)):
-                        copied = Batch(returned, len(batch), partial(_describe, batch))
-                    waiting.append(thread.submit(write, copied, missing))
+                parts = [batch]
+                if records:
+                    for item, is_missing in batch:
+                        if item.failure is not None and is_missing:
+                            failures.add(replace(item.failure, key=item.key))
+                    parts = [[target for target in batch if target[0].failure is None]]
+                for part in parts:
+                    if not any(is_missing for _, is_missing in part):
+                        continue
+                    try:
+                        submit(part)
+                    except Exception as exc:
+                        if failed or not records:  # the writer has failed, perhaps
+                            raise
+                        if len(part) > 1:
+                            parts += [[target] for target in part if target[1]]
+                        else:
+                            failures.add(Failure.of(part[0][0].number, part[0][0].key, exc))
+                failures.reached = batch[-1][0].number
                 job.bar.show_count()
             while waiting:
                 waiting.popleft().result()
@@ -93,6 +135,10 @@ def compute(
         except BaseException as exc:
             wait(waiting)  # batches that were computed before are kept
             failed.append(exc)
+    try:
+        failures.save(is_complete=not failed)
+    except BaseException as exc:
+        failed.append(exc)
     try:
         sink.close()
     except Exception as lost:
@@ -103,7 +149,7 @@ def compute(
         count = sink.num_finished - num_before
         if count or not isinstance(failed[0], (StaleCacheError, TypeError, ValueError)):
             fault = f"with {count} samples of this call; call it again to resume"
-            add_note(failed[0], f"tc.build: finished shards stay in {folder!r}, {fault}")
+            add_note(failed[0], f"tc.build: finished shards stay in {failures.folder.path or os.curdir!r}, {fault}")
         try:
             raise failed[0]
         finally:
@@ -113,6 +159,25 @@ def compute(
 def _describe(batch: list[Target], row: int) -> str:
     item, _ = batch[row]
     return f"item {item.number} (key {item.key!r})"
+
+
+def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
+    """Raise ValueError if a tensor or array of a sample contains NaN or infinity."""
+    writer = SkeletonWriter(sink._allow)  # gives the tensors their names, and reads those that are lazy
+    writer.save(sample)
+    for name, tensor in writer.tensors.items():
+        if tensor.kind == "ndarray" and tensor.true.attribute not in (None, "complex128"):
+            continue  # text and times
+        dtype, _ = true_dtype("tensor", tensor.true.stored, tensor.true.attribute)
+        assert isinstance(dtype, torch.dtype)
+        if not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype):
+            continue
+        values = torch.from_numpy(np.array(tensor.flat)).view(dtype)
+        if dtype.itemsize == 1 or dtype is torch.complex32:  # torch has no `isfinite` of these
+            values = values.to(torch.complex64 if dtype.is_complex else torch.float32)
+        if num_bad := len(values) - int(torch.isfinite(values).sum()):
+            fault = f"tensor {name!r} has {num_bad:,} values of {len(values):,} that are NaN or infinite"
+            raise ValueError(f"sample {key!r}: {fault}; correct fn, or leave out the item, as on_error='record' does")
 
 
 class _TensorKinds:

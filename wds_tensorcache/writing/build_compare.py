@@ -68,7 +68,8 @@ class Comparison:
         """Return whether an item has changed; False if the source returns different values at each read."""
         first, items = self._first_changed, self._items
         if first is not None and self._is_random is None and items.compares and items.is_map:
-            self._is_random = items[first.number].origin != first.origin
+            again = items[first.number]
+            self._is_random = again.failure is None and again.origin != first.origin
             if self._is_random:
                 self._unknown += filter(items.is_own, self.changed)
                 self.changed.clear()

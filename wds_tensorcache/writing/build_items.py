@@ -18,6 +18,7 @@ from wds_tensorcache.errors import InvalidKeyError, add_note
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.names import check_key
+from wds_tensorcache.writing.build_failures import Failure
 from wds_tensorcache.writing.item_digest import digest_item
 
 NO_ITEMS = "the source has no items"
@@ -29,6 +30,7 @@ class Item:
     """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished.
 
     `origin` is the result of `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
+    `failure` describes the error of an item that could not be read. Its key is `""` if only the item itself tells its key.
     """
 
     number: int
@@ -36,6 +38,7 @@ class Item:
     value: Any = None
     digest: str | None = None
     origin: int = 0
+    failure: Failure | None = None
 
 
 class Items(Dataset[Item]):
@@ -64,6 +67,8 @@ class Items(Dataset[Item]):
         num_workers: int,
         rank: int = 0,
         world_size: int = 1,
+        *,
+        records: bool = False,
     ) -> None:
         batch_size, num_workers = as_int("batch_size", batch_size), as_int("num_workers", num_workers)
         if batch_size < 1 or num_workers < 0:
@@ -87,6 +92,7 @@ class Items(Dataset[Item]):
         self.are_numbered = keys is None
         self.compares = keys is None and not self._is_fixed and digest is None
         self.rank, self.world_size = rank, world_size
+        self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
 
@@ -120,6 +126,8 @@ class Items(Dataset[Item]):
                         raise ValueError(f"{fault}, unlike the items before it: pass keys=")
                     has_key = _has_key(item.value)
                     self.are_numbered = not has_key
+            if has_key:  # the numbers are not the keys of the items that could not be read
+                batch = [item if item.failure is None else replace(item, key="") for item in batch]
             yield batch
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
@@ -151,8 +159,9 @@ class Items(Dataset[Item]):
         keys = [number_text(number) for number in range(self._count)]
         if not self._is_fixed and any(map(is_done, keys)):
             # items may have a `__key__` that looks like a number, so the first item is read
-            (first,) = self.read([0])
-            return None if _has_key(first.value) else keys
+            items = (item for number in range(self._count) for item in self.read([number]))
+            first = next((item for item in items if item.failure is None), None)
+            return None if first is None or _has_key(first.value) else keys
         return keys
 
     def _iterate(self) -> Iterator[Item]:
@@ -166,14 +175,23 @@ class Items(Dataset[Item]):
                     return
             self.num_all = number + 1
             if self.is_own(number):
-                yield self._item(number, value)
+                yield self._item(number, lambda: value)  # noqa: B023, called at once
 
     def __getitem__(self, number: int) -> Item:  # for worker processes
-        with _add_note_of_item(number):
-            value = self._items[number]
-        return self._item(number, value)
+        return self._item(number, lambda: self._items[number])
 
-    def _item(self, number: int, value: Any) -> Item:
+    def _item(self, number: int, read: Callable[[], Any]) -> Item:
+        try:
+            with _add_note_of_item(number):
+                value = read()
+            return self._make_item(number, value)
+        except Exception as exc:
+            if not self.records:
+                raise
+            key = number_text(number) if self._keys is None else "" if callable(self._keys) else self._keys[number]
+            return Item(number, key, failure=Failure.of(number, key, exc))
+
+    def _make_item(self, number: int, value: Any) -> Item:
         with _add_note_of_item(number):
             if callable(self._keys):
                 key = self._keys(value)
@@ -199,6 +217,9 @@ def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str],
     for item in batch:
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)
+        if not key:
+            yield item
+            continue
         if item.key in seen:
             raise _repeated_key(item.key)
         seen.add(item.key)

@@ -154,11 +154,13 @@ def write_cache(
     *,
     extra: Mapping[str, Any] | None = None,
     fsync: bool = True,
+    others: Mapping[str, bytes] | None = None,
     show: Callable[[int], object] = lambda num_samples: None,
 ) -> CopyReport:
     """Write new shards and their manifest into a hidden folder, and rename it to `out`, a path that `check_new` returned.
 
-    The same call after an interruption takes over the shards that are complete in the hidden folder. `show` is called with the
+    The same call after an interruption takes over the shards that are complete in the hidden folder. `others` are the contents
+    of other files by name. `show` is called with the
     number of samples copied so far.
 
     Raises:
@@ -189,6 +191,8 @@ def write_cache(
             report.num_samples += len(index.keys)
             report.nbytes += nbytes
             show(report.num_samples)
+        for name, content in (others or {}).items():
+            write_atomically(os.path.join(folder, name), [content], fsync)
         manifest.write(os.path.join(folder, MANIFEST), fsync)
         for inner, *_ in os.walk(folder) if fsync else ():
             fsync_folder(inner)

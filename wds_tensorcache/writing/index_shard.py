@@ -23,7 +23,7 @@ from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder, folder_of
-from wds_tensorcache.storage.locks import is_being_written, locked_folder
+from wds_tensorcache.storage.locks import find_writer, is_being_written, locked_folder
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.urls import is_url, is_web, name_of, shown
 
@@ -190,8 +190,10 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
         FileNotFoundError: The folder has no shards.
         FormatError: A shard or the manifest is damaged. The manifest stays as it is.
     """
-    if is_being_written(folder):
-        raise FileExistsError(f"{folder}: a writer is writing shards there; wait until it ends")
+    if writer := find_writer(folder):
+        raise FileExistsError(
+            f"{folder}: a writer in {writer} is writing shards there; close it, or wait until it ends"
+        )
     names = shard_names(os.listdir(folder))
     if not names:
         raise FileNotFoundError(f"{folder} has no *.tar")

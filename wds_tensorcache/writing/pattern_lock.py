@@ -7,7 +7,7 @@ import errno
 import os
 import weakref
 
-from wds_tensorcache.storage.locks import Flock, is_held
+from wds_tensorcache.storage.locks import Flock, holder_of, is_held
 from wds_tensorcache.writing.pattern import ShardPattern
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -76,6 +76,8 @@ class WriterLock:
 def _refuse(pattern: ShardPattern, path: str) -> None:
     other = os.path.join(os.path.dirname(path), os.path.basename(path)[1:-5])
     problem = f"another writer is writing {other}; wait until it ends, or write to another folder"
+    if holder_of(path) == "this process":
+        problem = f"an unfinished writer of this process is writing {other}; close it, as `with tc.ShardWriter(…)` does"
     raise FileExistsError(f"{pattern}: {problem}")
 
 

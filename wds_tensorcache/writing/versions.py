@@ -21,6 +21,7 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.writing.build_batch import Job, Target, compute
 from wds_tensorcache.writing.build_compare import Comparison, refuse_shared
+from wds_tensorcache.writing.build_failures import Failures
 from wds_tensorcache.writing.build_items import NO_ITEMS, each_once
 from wds_tensorcache.writing.copy_shards import NewShard, OldShard, Run, write_cache
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
@@ -123,11 +124,15 @@ def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
         with closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
             if has_entries(out):
                 raise FileExistsError(f"{out}: another call has written this version since this one started")
-            changes = _compute(job, old, pattern, keys)
+            changes, failures = _compute(job, old, pattern, keys)
+            # a call before may have computed a sample of such an item, perhaps before the item changed
+            failed = {failure.key for failure in failures.new.values()}
+            changes = {place: None if key in failed else key for place, key in changes.items()}
             with closing(WriterLock(pattern)):  # from here on, no rank may add samples
                 paths = [path for _, path in pattern.shards_by_age()]
                 computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
-                _write_version(out, old, changes, keys, computed, name, options.get("fsync", True))
+                others = {failures.name: failures.content()} if failures.new else None
+                _write_version(out, old, changes, keys - failed, computed, name, options.get("fsync", True), others)
                 shutil.rmtree(folder, ignore_errors=True)
         return True
     finally:
@@ -146,8 +151,8 @@ def _hidden(out: str) -> str:
     return os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.building")
 
 
-def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> _Changes:
-    """Compute the samples of this rank that are neither reusable nor computed already; return the changes.
+def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> tuple[_Changes, Failures]:
+    """Compute the samples of this rank that are neither reusable nor computed already; return the changes and failures.
 
     The keys of the rank's items are added to `keys`.
     """
@@ -158,13 +163,16 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
     # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
     sink._number = 1 + max((number for number, _ in ages), default=-1)
     batches = _stale(job, old, FinishedShards(indexes, finished.files), pattern, keys, changes)
-    compute(job, batches, sink, pattern.folder, (*old.shards.indexes.values(), *indexes.values()))
+    folder = folder_of(pattern.folder, job.options.get("fsync", True))
+    failures = job.open_failures(folder, folder.names())
+    compute(job, batches, sink, failures, (*old.shards.indexes.values(), *indexes.values()))
     for path, index in old.shards.indexes.items():
         changes |= {(path, row): None for row, key in enumerate(index.keys) if key not in keys}
     if job.items.world_size > 1:
         new = list_new(pattern, finished, job.options)
         refuse_shared(new, pattern, keys, "call build on one process, which computes the missing samples")
-    return changes
+    failures.report(job.allows_failures)
+    return changes, failures
 
 
 def _stale(
@@ -183,7 +191,8 @@ def _stale(
     for batch in items.batches(lambda key: not reads_all and key in old.shards):
         for item in each_once(batch, keys, old.shards.stored_key):
             places, newest = old.shards.find(item.key), computed.find(item.key)[-1:]
-            right = comparison.find_right(item, places)
+            # nothing shows whether an item that cannot be read has changed
+            right = None if item.failure is not None else comparison.find_right(item, places)
             if places:  # if several samples have this key, keep one of them
                 changes |= dict.fromkeys(places)
                 if right is None:
@@ -216,6 +225,7 @@ def _write_version(
     computed: FinishedShards,
     name: str | None,
     fsync: bool,
+    others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a version: the shards of the old cache with the changes, then shards of new samples with these `keys`."""
     shards = {path: OldShard(path, index, computed.files) for path, index in computed.indexes.items()}
@@ -239,7 +249,7 @@ def _write_version(
         _add(plan, urls, shard, dict.fromkeys(skipped))
     if not any(end - begin for part in plan for _, begin, end in part.runs):
         raise ValueError(f"{old.folder}: no sample would remain, so nothing was written")
-    write_cache(out, plan, old.shards.files, extra=Manifest.of(folder_of(old.folder)).extra, fsync=fsync)
+    write_cache(out, plan, old.shards.files, extra=Manifest.of(folder_of(old.folder)).extra, fsync=fsync, others=others)
 
 
 def _add(plan: list[NewShard], url: str | Iterator[str], old: OldShard, changes: Mapping[int, Run | None]) -> None:

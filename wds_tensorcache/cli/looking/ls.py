@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
+import os
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -14,24 +16,40 @@ import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.reading.schema import Entry
+from wds_tensorcache.storage.folder import folder_of
+from wds_tensorcache.storage.urls import is_url
+from wds_tensorcache.writing.build_failures import list_failures
 
 
 @click.command("ls")
 @cache_argument
 @click.option("--glob", "pattern", metavar="PATTERN", help="Only keys, or names, that match, such as 'photos/*'.")
 @click.option("--limit", type=click.IntRange(0), metavar="N", help="At most N samples.")
+@click.option("--failed", is_flag=True, help="Items that failed in `tc.build(…, on_error='record')`, and their errors.")
 @click.option("--long", "-l", "is_long", is_flag=True, help="Also names, shapes and other members.")
 @cache_option
 @json_option
 def ls_command(
-    path: str, pattern: str | None, limit: int | None, is_long: bool, cache_name: str | None, as_json: bool
+    path: str,
+    pattern: str | None,
+    limit: int | None,
+    failed: bool,
+    is_long: bool,
+    cache_name: str | None,
+    as_json: bool,
 ) -> None:
     """List the samples in CACHE: bytes of their tensors, and keys.
 
     CACHE is a folder, a shard, a manifest, a pattern in quotes such as 'cache/train-*.tar', or a url. With --long, each key is
     followed by the original name of the sample, such as the path of a photo. No tensor is read.
+
+    With --failed, CACHE is a folder, here or at a url, and each line is the key of an item that has no sample (or its number,
+    if its key is unknown), its error, and the line of code that raised it.
     """
     output = Output(as_json)
+    if failed:
+        _list_failed(path, pattern, limit, output)
+        return
     with open_cache(path, cache_name) as cache:
         entries = islice(_match_entries(cache, pattern), limit)
         having = cache._having() if is_long else {}
@@ -50,6 +68,16 @@ def ls_command(
             output.line(line)
         if output.is_terminal:
             output.line(f"{nbytes:>15,}  bytes in {count:,} of {len(cache):,} samples", "dim")
+
+
+def _list_failed(path: str, pattern: str | None, limit: int | None, output: Output) -> None:
+    if not is_url(path) and not os.path.isdir(path):
+        raise click.UsageError(f"{path}: expected a folder, because --failed lists the failures in a folder")
+    is_match = re.compile(fnmatch.translate(pattern or "*")).match
+    failures = [failure for failure in list_failures(folder_of(path)) if is_match(failure.key)][:limit]
+    output.results(dataclasses.asdict(failure) | {"key": failure.key or None} for failure in failures)
+    for failure in failures:
+        output.line(f"{failure.key or f'item {failure.item}'}  {failure}")
 
 
 def _match_entries(cache: tc.TensorCache, pattern: str | None) -> Iterator[tuple[int, Entry]]:

@@ -1,0 +1,394 @@
+"""Items that fail in `build`: each is listed once, tried again by each call, and never costs the sample of another item."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import wds_tensorcache as tc
+from tests.children import finish, run_in_child, start
+from tests.cli.command import json_of, run
+from tests.kills import compare
+
+COUNT = 23
+BROKEN = (0, 6, 7, 11, 22)
+OPTIONS: dict[str, Any] = {"fingerprint": {"model": 1}, "batch_size": 4, "max_samples": 5, "fsync": False}
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Files with one number each; a broken file contains a word."""
+
+    def __init__(self, folder: Path, count: int = COUNT, broken: tuple[int, ...] = BROKEN) -> None:
+        folder.mkdir(exist_ok=True)
+        self.paths = [folder / f"n{i:04d}.txt" for i in range(count)]
+        for i in range(count):
+            self.write(i, "broken" if i in broken else str(i))
+
+    def write(self, i: int, text: object) -> None:
+        self.paths[i].write_text(str(text))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return {"__key__": self.paths[i].stem, "value": int(self.paths[i].read_text())}
+
+
+def double(items: list[dict[str, Any]]) -> Any:
+    return {"x": torch.tensor([[2.0 * item["value"]] for item in items])}
+
+
+def build(source: Any, out: Path, fn: Any = double, **options: Any) -> Any:
+    return tc.build(source, fn, out, **{"on_error": "record"} | OPTIONS | options)
+
+
+def build_broken(source: Any, out: Path, fn: Any = double, **options: Any) -> tc.BuildError:
+    with pytest.raises(tc.BuildError) as caught:
+        build(source, out, fn, **options)
+    return caught.value
+
+
+def listed(out: Path) -> list[dict[str, Any]]:
+    """Return the failures in all files of a folder, as the command lists them."""
+    records = json_of("ls", out, "--failed")
+    lines = [json.loads(line) for path in out.glob("failures*.jsonl") for line in path.read_text().splitlines()]
+    assert sorted(lines, key=lambda line: line["item"]) == records
+    return records
+
+
+def items_of(records: list[dict[str, Any]]) -> list[int]:
+    return [record["item"] for record in records]
+
+
+def check(out: Path, values: dict[str, float]) -> None:
+    """Assert that a cache contains one sample for each key, with twice the value, and is intact."""
+    assert tc.verify(out).ok
+    with tc.open(out) as cache:
+        assert sorted(cache.keys()) == sorted(values)
+        assert all(cache[key]["x"].load().item() == 2 * value for key, value in values.items())
+    assert not [name for name in os.listdir(out) if name.endswith((".tmp", ".lock"))]
+
+
+# In which step an item fails, and a word of the error's text
+STEPS = {
+    "read": "invalid literal",
+    "key": "no key",
+    "bad key": "has a dot",
+    "digest": "no digest",
+    "fn": "not this one",
+    "None": "returned None",
+    "count": "rows",
+    "store": "sample 'n",
+    "nan": "'x' has 1 values of 2 that are NaN or infinite",
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("kind", ["map", "workers", "iterable"])
+def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
+    if step == "read" and kind == "iterable":
+        pytest.skip("an iterable that raises cannot go on")
+    broken = set(BROKEN)
+    texts = Texts(tmp_path / "texts", broken=BROKEN if step == "read" else ())
+
+    def key(item: dict[str, Any]) -> str:
+        if step == "key" and item["value"] in broken:
+            raise ValueError("no key")
+        return item["__key__"] + ".x" * (step == "bad key" and item["value"] in broken)
+
+    def digest(item: dict[str, Any]) -> str:
+        if step == "digest" and item["value"] in broken:
+            raise ValueError("no digest")
+        return str(item["value"])
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        bad = [item["value"] in broken for item in items]
+        if step == "fn" and any(bad):
+            raise ValueError("not this one")
+        if step == "count" and any(bad):
+            return [{"x": 0}] * (len(items) + 1)
+        values = [torch.tensor([2.0 * item["value"], 0]) for item in items]
+        if step == "nan":
+            values = [torch.tensor([float("nan"), 0]) if b else value for value, b in zip(values, bad, strict=True)]
+        samples: list[Any] = [
+            {"x": value, "y": object() if b and step == "store" else 1} for value, b in zip(values, bad, strict=True)
+        ]
+        return [None if b and step == "None" else sample for sample, b in zip(samples, bad, strict=True)]
+
+    def source() -> Any:
+        return iter([texts[i] for i in range(COUNT)]) if kind == "iterable" else texts
+
+    options: dict[str, Any] = {"keys": key, "digest": digest, "check": "finite", "num_workers": 2 * (kind == "workers")}
+    for _ in range(2):  # the second call tries them again, with the same result
+        error = build_broken(source(), tmp_path / "out", fn, **options)
+        knows_key = step not in ("read", "key", "bad key", "digest")
+        assert [key for key, _ in error.failures] == [f"n{i:04d}" if knows_key else None for i in BROKEN]
+        assert all(
+            STEPS[step] in text and f"item {i}: " in text for i, (_, text) in zip(BROKEN, error.failures, strict=True)
+        )
+        assert all(word in str(error) for word in ("5 items failed", "failures.jsonl", "item 0", "allow_failures=True"))
+        records = listed(tmp_path / "out")
+        assert items_of(records) == list(BROKEN)
+        assert all(
+            STEPS[step] in record["text"] and "Error" in record["error"] and record["frame"] for record in records
+        )
+    good = [i for i in range(COUNT) if i not in broken]
+    kept, broken = broken, set()
+    tc.build([texts[i] for i in good], fn, tmp_path / "good", **OPTIONS | options | {"num_workers": 0}).close()
+    broken = kept
+    with pytest.warns(UserWarning, match="5 items failed, listed in .*failures.jsonl; the first is item 0 "):
+        build(source(), tmp_path / "out", fn, allow_failures=True, **options).close()
+    (tmp_path / "out" / "failures.jsonl").unlink()
+    compare(tmp_path / "out", tmp_path / "good")  # samples, shards and indexes are those of the others alone
+
+    broken = set()
+    for i in BROKEN:
+        texts.write(i, i)
+    build(source(), tmp_path / "out", fn, **options | {"on_error": "raise"}).close()
+    with tc.open(tmp_path / "out") as cache:
+        assert sorted(cache.keys()) == [path.stem for path in texts.paths]
+        assert [cache[f"n{i:04d}"]["x"].load()[0] for i in range(COUNT)] == [2 * i for i in range(COUNT)]
+
+
+def test_a_new_users_try(tmp_path: Path) -> None:
+    """2,000 files, 7 of them broken; the build is killed twice, then the files are corrected."""
+    broken = (3, 500, 501, 1000, 1023, 1500, 1999)
+    texts = Texts(tmp_path / "texts", 2000, broken)
+    options = {"batch_size": 32, "max_samples": 256}
+    for killed_at in (700, 1400):
+
+        def fn(items: list[dict[str, Any]]) -> Any:
+            if any(item["value"] == killed_at for item in items):  # noqa: B023 called here
+                os.kill(os.getpid(), signal.SIGKILL)
+            return double(items)
+
+        assert run_in_child(lambda: build(texts, tmp_path / "out", fn, **options)) == -signal.SIGKILL
+        assert items_of(listed(tmp_path / "out")) == [i for i in broken if i < killed_at]
+    assert len(build_broken(texts, tmp_path / "out", **options).failures) == 7
+    assert items_of(listed(tmp_path / "out")) == list(broken)
+    lines = run("ls", tmp_path / "out", "--failed", "--limit", 2).stdout.splitlines()
+    assert len(lines) == 2
+    assert all(word in lines[1] for word in ("item 500  ValueError: invalid literal", "in __getitem__: "))
+    assert "7 items failed" not in run("ls", tmp_path / "out").stdout
+    check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000) if i not in broken})
+    for i in broken:
+        texts.write(i, i)
+    called: list[int] = []
+
+    def counted(items: list[dict[str, Any]]) -> Any:
+        called.extend(item["value"] for item in items)
+        return double(items)
+
+    build(texts, tmp_path / "out", counted, **options).close()
+    assert len(called) <= 6 * 32  # only the batches that lack a sample
+    assert listed(tmp_path / "out") == []
+    check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000)})
+
+
+@pytest.mark.parametrize("worlds", [(3, 3), (3, 1), (3, 2, 4), (1, 3)], ids=str)
+@pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
+def test_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
+    """After calls with any numbers of ranks, each failure is listed once, and those of corrected items are gone."""
+    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+
+    def work(rank: int, world_size: int) -> None:
+        build(texts, out, rank=rank, world_size=world_size, allow_failures=True)
+
+    broken = list(BROKEN)
+    for world_size in worlds:
+        assert finish([start(lambda r=r, w=world_size: work(r, w)) for r in range(world_size)]) == [0] * world_size
+        assert items_of(listed(out)) == broken
+        check(out, {f"n{i:04d}": i for i in range(COUNT) if i not in broken})
+        texts.write(broken[0], broken[0])
+        broken = broken[1:]
+    for rank in range(2):
+        for i in broken:
+            texts.write(i, i)
+        build(texts, out, rank=rank, world_size=2).close()
+    assert not list(out.glob("failures*"))
+    check(out, {f"n{i:04d}": i for i in range(COUNT)})
+
+
+def test_positions_as_keys(tmp_path: Path) -> None:
+    """Samples of items between others are added later; the comparison of the items still finds an inserted one."""
+    values: list[Any] = list(range(COUNT))
+
+    def fn(items: list[Any]) -> Any:
+        return [{"x": torch.tensor(2.0 * item)} for item in items]
+
+    broken = [*values]
+    for i in BROKEN:
+        broken[i] = str(i)  # two times a text is no number
+    assert len(build_broken(broken, tmp_path, fn).failures) == 5
+    with pytest.raises(tc.StaleCacheError, match="item 1 is not the one"):
+        build([9, *broken], tmp_path, fn)
+    assert len(listed(tmp_path)) == 5
+    build([*values, 23], tmp_path, fn).close()
+    check(tmp_path, {f"{i:09d}": i for i in range(COUNT + 1)})
+    assert listed(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
+def test_a_version(tmp_path: Path) -> None:
+    """It is written only without failures, or where they are allowed; computed samples wait in the hidden folder."""
+    texts = Texts(tmp_path / "texts", broken=())
+    options = {"digest": lambda item: str(item["value"])}
+    build(texts, tmp_path / "v1", **options).close()
+    shutil.copytree(tmp_path / "v1", tmp_path / "copy")
+    for i in range(5):
+        texts.write(i, 100 + i)
+    texts.write(6, "broken")  # has an old sample, which may not be reused
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        return [{"x": torch.tensor([item["value"] * 2.0])} if item["value"] != 103 else None for item in items]
+
+    old = {**options, "reuse": tmp_path / "v1"}
+    for rank in (0, 1):
+        build(texts, tmp_path / "v2", fn, **old, rank=rank, world_size=2, allow_failures=True).close()
+    assert [key for key, _ in build_broken(texts, tmp_path / "v2", fn, **old).failures] == ["n0003", None]
+    assert not (tmp_path / "v2").exists()
+    with pytest.warns(UserWarning, match="2 items failed"):
+        build(texts, tmp_path / "v2", fn, **old, allow_failures=True).close()
+    values = {f"n{i:04d}": i + 100 * (i < 5) for i in range(COUNT) if i not in (3, 6)}
+    check(tmp_path / "v2", values)
+    assert items_of(listed(tmp_path / "v2")) == [3, 6]
+    compare(tmp_path / "v1", tmp_path / "copy")
+    texts.write(6, 6)
+    with pytest.warns(UserWarning, match="2 items failed"):  # the same call opens it
+        build(texts, tmp_path / "v2", fn, **old, allow_failures=True).close()
+    error = build_broken(texts, tmp_path / "v2", fn, **old)
+    assert "build a new version in another folder, with reuse=" in str(error)
+    build(texts, tmp_path / "v3", **options, reuse=tmp_path / "v2").close()
+    check(tmp_path / "v3", values | {"n0003": 103, "n0006": 6})
+    assert listed(tmp_path / "v3") == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_interrupts_are_no_failures(tmp_path: Path, error: type[BaseException]) -> None:
+    """What was listed before stays listed, unless it has been corrected and tried again."""
+    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+    build_broken(texts, out)
+    texts.write(0, 0)
+    texts.write(7, 7)
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        if any(item["value"] == 5 for item in items):
+            raise error
+        return double(items)
+
+    with pytest.raises(error):
+        build(texts, out, fn)
+    assert items_of(listed(out)) == [6, 7, 11, 22]
+    assert items_of(json_of("ls", out, "--failed", "--limit", 1)) == [6]
+    check(out, {f"n{i:04d}": i for i in range(COUNT) if i not in (6, 7, 11, 22)})
+
+
+def test_errors_that_are_no_failures(tmp_path: Path) -> None:
+    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+    with pytest.raises(ValueError, match="invalid literal"):  # the default
+        build(texts, out, on_error="raise")
+    with pytest.raises(ValueError, match="two items have the key 'n0001'"):
+        build([texts[1], texts[2], texts[1]], out)
+    build_broken(texts, out)
+    with pytest.raises(tc.StaleCacheError, match="expected model=2"):
+        build(texts, out, fingerprint={"model": 2})
+    with pytest.raises(ZeroDivisionError):
+        build(({"__key__": f"k{i}", "value": 1 // (3 - i)} for i in range(5)), tmp_path / "iterable")
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        (tmp_path / "taken" / "000000.tar").write_bytes(b"of another program")
+        return double(items)
+
+    with pytest.raises(FileExistsError, match=r"000000\.tar was created after this writer started"):
+        build(texts, tmp_path / "taken", fn)
+    assert items_of(listed(tmp_path / "taken"))[0] == 0  # what was found before the writer failed stays listed
+
+
+def test_all_items_fail(tmp_path: Path) -> None:
+    source = Texts(tmp_path / "texts", broken=tuple(range(COUNT)))
+    assert len(build_broken(source, tmp_path / "out").failures) == COUNT
+    with pytest.warns(UserWarning, match="23 items failed"):
+        assert len(build(source, tmp_path / "out", allow_failures=True)) == 0
+    assert os.listdir(tmp_path / "out") == ["failures.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_error": "skip"}, "on_error='skip'.* expected 'raise' or 'record'"),
+        ({"check": "nan"}, "check='nan'.* None or 'finite'"),
+        ({"on_error": "raise", "allow_failures": True}, "pass on_error='record'"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build([1], tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", "7", '{"item": "1", "key": "a", "error": "", "text": "", "frame": ""}', '{"key": "a"}', "[" * 9000],
+)
+def test_a_damaged_list(tmp_path: Path, line: str) -> None:
+    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+    build_broken(texts, out)
+    with (out / "failures.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(tc.FormatError, match=r"failures\.jsonl: line 6 is not a failure of tc\.build; delete the file"):
+        build(texts, out)
+    assert "delete the file" in run("ls", out, "--failed", status=1).stderr
+    assert run("ls", out).stdout.count("n0") == COUNT - 5
+    (out / "failures.jsonl").unlink()
+    assert len(build_broken(texts, out).failures) == 5
+
+
+def test_ls_failed_needs_a_folder(tmp_path: Path) -> None:
+    assert "expected a folder" in run("ls", tmp_path / "none", "--failed", status=2).stderr
+    assert run("ls", tmp_path, "--failed").stdout == ""
+
+
+FLOATS = [
+    name
+    for name in ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
+    + ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_finite_of_every_dtype(tmp_path: Path, name: str) -> None:
+    dtype = getattr(torch, name)
+    fine = torch.ones(2, 3).to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype)
+    bad = fine.to(torch.complex64 if dtype.is_complex else torch.float32).clone()
+    bad[1, :2] = float("nan")
+    bad = bad.to(dtype)
+
+    def fn(items: list[Any]) -> Any:
+        others = {"i": torch.arange(3), "b": torch.ones(2, dtype=torch.bool), "text": np.array(["nan"])}
+        return [others | {"a": {"b": [fine, bad if item == 2 else fine]}} for item in items]
+
+    with pytest.raises(ValueError, match=r"sample '000000002': tensor 'a\.b\.1' has 2 values of 6 that are NaN"):
+        build([0, 1, 2], tmp_path / "raise", fn, on_error="raise", check="finite")
+    assert len(build_broken([0, 1, 2], tmp_path / "record", fn, check="finite").failures) == 1
+    assert len(build([0, 1, 2], tmp_path / "off", fn)) == 3
+
+
+def test_finite_arrays_and_lazy_tensors(tmp_path: Path) -> None:
+    values = [{"x": np.array([1.0, np.inf if i == 1 else 0.0])} for i in range(1, 4)]
+    with pytest.raises(ValueError, match="'x' has 1 values of 2"):
+        build(values, tmp_path / "arrays", lambda items: items, check="finite", on_error="raise")
+    cache = build(values, tmp_path / "all", lambda items: items)
+    assert [key for key, _ in build_broken(cache, tmp_path / "lazy", lambda items: items, check="finite").failures] == [
+        "000000000"
+    ]
+    texts = [{"t": np.array([["inf", "nan"][i]]), "when": np.array(["NaT"], "datetime64[s]")} for i in range(2)]
+    assert len(build(texts, tmp_path / "texts", lambda items: items, check="finite")) == 2

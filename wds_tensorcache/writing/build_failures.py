@@ -1,0 +1,171 @@
+"""Items of `build` that fail: one record for each, in a file of the cache's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NoReturn
+
+from wds_tensorcache.arguments import user_level
+from wds_tensorcache.errors import BuildError, FormatError, format_count
+from wds_tensorcache.storage.folder import Folder
+from wds_tensorcache.storage.urls import shown
+
+_NAME = re.compile(r"failures(?:-r[0-9]+of([0-9]+))?\.jsonl").fullmatch
+_MAX_TEXT = 1000  # characters of a message
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure of one item, a line of JSON in the file.
+
+    Attributes:
+        item: Number of the item in the source.
+        key: Key of its sample; `""` if only the item itself tells it, and the item could not be read.
+        error: Name of the exception's class.
+        text: Message of the exception, at most 1,000 characters.
+        frame: Last frame of the traceback: file, line, function and source.
+    """
+
+    item: int
+    key: str
+    error: str
+    text: str
+    frame: str
+
+    @staticmethod
+    def of(item: int, key: str, exc: BaseException) -> Failure:
+        (frame,) = traceback.extract_tb(exc.__traceback__, limit=-1)
+        where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        return Failure(item, key, type(exc).__name__, str(exc)[:_MAX_TEXT], where[:_MAX_TEXT])
+
+    def __str__(self) -> str:
+        return f"{self.error}: {self.text}".replace("\n", " ") + f" ({self.frame})"
+
+
+class Failures:
+    """The failures of one call of `build` on one rank, and their file.
+
+    Each rank replaces its own file as a whole. A kill loses failures that the file does not list yet. Their items have no
+    samples, so the next call tries them again.
+
+    Attributes:
+        folder: Folder of the files.
+        name: Name of the rank's file.
+        earlier: Failures of this rank's items in earlier calls, on any ranks, by item number.
+        new: Failures of this call by item number.
+        reached: Number of the last item that this call has tried. Items are tried in the order of their numbers.
+
+    Threads: any thread may call `add`.
+    """
+
+    def __init__(
+        self, folder: Folder, names: list[str], is_own: Callable[[int], bool], rank: int, world_size: int
+    ) -> None:
+        self.folder, self._is_own = folder, is_own
+        self.name = f"failures-r{rank}of{world_size}.jsonl" if world_size > 1 else "failures.jsonl"
+        # also after a kill while the file was written for the first time
+        self._has_file = any(self.name in name for name in names)
+        # ranks of another world size cannot run now
+        self._others = [name for name in names if (match := _NAME(name)) and int(match[1] or 1) != world_size]
+        self.earlier = {failure.item: failure for failure in list_failures(folder, names) if self._is_own(failure.item)}
+        self.new: dict[int, Failure] = {}
+        self.reached = -1
+        self._lock, self._num_written = threading.Lock(), 0
+
+    def add(self, failure: Failure) -> None:
+        with self._lock:
+            self.new[failure.item] = failure
+            # Cost: each write repeats all failures, so their number grows by a tenth between two writes.
+            if len(self.new) > 1.1 * self._num_written:
+                self._write()
+
+    def save(self, is_complete: bool) -> None:
+        """Write the file; `is_complete` says that this call has tried all items, so no earlier failure counts any more."""
+        if is_complete:
+            self.earlier.clear()
+            for name in self._others:
+                self._change(name, partial(self._drop_own, name))
+        if self.new or self._has_file:
+            self._write()
+
+    def _drop_own(self, name: str, before: bytes) -> bytes:
+        return _format(f for f in _parse(before, self.folder.locate(name)) if not self._is_own(f.item))
+
+    def content(self) -> bytes:
+        """Return the content of the file: the failures of this call, and earlier ones of items that it has not reached."""
+        later = {number: failure for number, failure in self.earlier.items() if number > self.reached}
+        return _format((later | self.new).values())
+
+    def _write(self) -> None:
+        self._change(self.name, lambda before: self.content())
+        self._has_file, self._num_written = True, len(self.new)
+
+    def _change(self, name: str, apply: Callable[[bytes], bytes]) -> None:
+        contents: list[bytes] = []
+
+        def change(before: bytes | None) -> bytes:
+            contents.append(apply(before or b""))
+            return contents[-1]
+
+        self.folder.change(name, change)
+        if not contents[-1]:
+            self.folder.delete([name])
+
+    def report(self, allow: bool, remedy: str = "call build again, which tries these items again") -> None:
+        """Raise BuildError if items have failed; with `allow`, warn instead."""
+        if not self.new:
+            return
+        failures = sorted(self.new.values(), key=lambda failure: failure.item)
+        first, path = failures[0], shown(self.folder.locate(self.name))
+        problem = f"{format_count(len(failures), 'item')} failed, listed in {path}; the first is item {first.item} "
+        problem += f"(key {first.key or None!r}): {first.error}: {first.text}"
+        if allow:
+            warnings.warn(f"tc.build: {problem}", stacklevel=user_level())
+            return
+        where = f"All other samples are in {shown(self.folder.path or os.curdir)!r}"
+        error = BuildError(f"{problem}. {where}; correct the items and {remedy}, or pass allow_failures=True")
+        error.failures = tuple((f.key or None, f"item {f.item}: {f}") for f in failures)
+        raise error
+
+
+def _format(failures: Iterable[Failure]) -> bytes:
+    in_order = sorted(failures, key=lambda failure: failure.item)
+    records = (dataclasses.asdict(failure) | {"key": failure.key or None} for failure in in_order)
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Failure]:
+    """Return the failures in all files of a folder, each item once, in the order of the items.
+
+    Raises:
+        FormatError: A line of a file is not a failure.
+    """
+    failures: dict[int, Failure] = {}
+    for name in filter(_NAME, folder.names() if names is None else names):
+        failures |= {failure.item: failure for failure in _parse(folder.read(name) or b"", folder.locate(name))}
+    return [failures[item] for item in sorted(failures)]
+
+
+def _parse(content: bytes, path: str) -> Iterator[Failure]:
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            failure = Failure(**record | {"key": record["key"] or ""})
+        except (TypeError, ValueError, KeyError, RecursionError):
+            _refuse(path, number)
+        if type(failure.item) is not int or not all(type(text) is str for text in dataclasses.astuple(failure)[1:]):
+            _refuse(path, number)
+        yield failure
+
+
+def _refuse(path: str, number: int) -> NoReturn:
+    remedy = "delete the file; the next call of `build` tries all items without a sample, and lists those that fail"
+    raise FormatError(f"line {number} is not a failure of tc.build; {remedy}", kind="index").at(shown(path))
