@@ -301,8 +301,8 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
         name, value = next(iter(options.items()))
         with pytest.raises(TypeError, match=f"^{name}={value!r}, expected an integer"):
             tc.build([1], lambda items: [{}], made, fingerprint={}, **options)
-    with pytest.raises(TypeError, match=r"^build has no argument 'on_error'; there are 'source'"):
-        tc.build([1], lambda items: [{}], made, fingerprint={}, on_error="skip")
+    with pytest.raises(TypeError, match=r"^build has no argument 'skip_errors'; there are 'on_error'"):
+        tc.build([1], lambda items: [{}], made, fingerprint={}, skip_errors=True)
     with pytest.raises(TypeError, match=r"^build has no argument 'max_sample'; there are 'max_samples'"):
         tc.build([1], lambda items: [{}], made, fingerprint={}, max_sample=4)
     assert not list(made.iterdir())

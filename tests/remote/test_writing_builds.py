@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
+from tests.cli.commands import the_server
 from tests.remote.conftest import wait
 from tests.remote.servers.write_server import WriteServer
 from tests.remote.written import read_folder, write
@@ -61,6 +62,24 @@ def test_two_ranks_build_one_cache(write_server: WriteServer, start: Any, tmp_pa
     assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
     with build(URL, rank=0, world_size=2) as cache:
         assert sorted(int(sample["x"][0]) for sample in cache) == list(range(23))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:tc.build. 1 item failed, listed in s3.//bucket/cache/failures-r.of2.jsonl:UserWarning"
+)
+def test_items_that_fail(write_server: WriteServer, tmp_path: Path) -> None:
+    """Their list is an object of the folder; another number of ranks takes it over."""
+    for rank in range(2):
+        build(URL, stop=13, rank=rank, world_size=2, on_error="record", allow_failures=True).close()
+    assert len([name for name in write_server.objects("cache/") if "failures-r" in name]) == 1
+    with pytest.raises(tc.BuildError, match=r"listed in s3://bucket/cache/failures\.jsonl; the first is item 13 "):
+        build(URL, stop=13, on_error="record")
+    assert [name for name in write_server.objects("cache/") if "failures" in name] == ["failures.jsonl"]
+    listed = the_server().run("ls", URL, "--failed", "--json", cwd=tmp_path, **write_server.environment)
+    assert [(record["item"], record["text"]) for record in listed.json] == [(13, "stop")]
+    with build(URL) as cache:
+        assert sorted(int(sample["x"][0]) for sample in cache) == list(range(23))
+    assert [name for name in write_server.objects("cache/") if "failures" in name] == []
 
 
 def test_imports(write_server: WriteServer, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -240,6 +241,22 @@ def test_progress(tmp_path: Path, kind: str) -> None:
         assert (first, total) in calls
         assert [done for done, _ in calls] == sorted({done for done, _ in calls})
         assert threads == {threading.get_ident()}
+
+
+def test_the_rate_after_a_resume(tmp_path: Path) -> None:
+    """Finished samples do not count for it: it is unknown until the first new sample."""
+    build(list(range(20)), tmp_path, lambda items: [{"x": 1} for _ in items]).close()
+    script = (
+        "import sys, wds_tensorcache as tc\n"
+        "fn = lambda items: [{'x': 1} for _ in items]\n"
+        f"tc.build(list(range(24)), fn, sys.argv[1], fingerprint={MADE}, batch_size=4, progress=True)"
+    )
+    shown_always = {"TQDM_MININTERVAL": "0", "TQDM_MINITERS": "0"}  # tqdm reads them when it is imported
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    err = subprocess.run(command, env=os.environ | shown_always, check=True, capture_output=True, text=True).stderr
+    (bar, *_) = [bar for bar in err.splitlines() if " 20/24 " in bar]
+    assert "? samples/s" in bar
+    assert " 24/24 " in err
 
 
 def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
