@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
 from tests.kills import compare
+from tests.writing.test_versions import is_killed, stop_at
 
 COUNT = 23
 BROKEN = (0, 6, 7, 11, 22)
@@ -194,6 +196,30 @@ def test_a_new_users_try(tmp_path: Path) -> None:
     check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000)})
 
 
+@pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
+def test_killed_at_every_step(tmp_path: Path) -> None:
+    """The list is always whole. At the end, each failure is listed once, or the file is gone."""
+    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+
+    def work(step: int) -> None:
+        stop_at(step)
+        build(texts, out, allow_failures=True).close()
+
+    for broken in (BROKEN, (7, 11), ()):
+        for i in BROKEN:
+            if i not in broken:
+                texts.write(i, i)
+        step = 0
+        while is_killed(lambda: work(step)):  # noqa: B023 called here
+            if out.exists():
+                assert set(items_of(listed(out))) <= set(BROKEN)
+            step += 1
+        assert step > 3
+        assert items_of(listed(out)) == list(broken)
+        check(out, {f"n{i:04d}": i for i in range(COUNT) if i not in broken})
+    assert not list(out.glob("failures*"))
+
+
 @pytest.mark.parametrize("worlds", [(3, 3), (3, 1), (3, 2, 4), (1, 3)], ids=str)
 @pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
 def test_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
@@ -311,6 +337,22 @@ def test_errors_that_are_no_failures(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"000000\.tar was created after this writer started"):
         build(texts, tmp_path / "taken", fn)
     assert items_of(listed(tmp_path / "taken"))[0] == 0  # what was found before the writer failed stays listed
+
+
+def test_items_of_a_batch_find_its_memory_free(tmp_path: Path) -> None:
+    """A batch that is too large for the memory is computed one by one, without what it has allocated."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fn(items: list[int]) -> Any:
+        assert not [ref for ref in held if ref() is not None]
+        memory = torch.empty(len(items))
+        held.append(weakref.ref(memory))
+        if len(items) > 1:
+            raise torch.OutOfMemoryError(f"{len(memory)} are too many")
+        return {"x": torch.tensor(items)}
+
+    assert len(build(list(range(9)), tmp_path, fn)) == 9
+    assert len(held) == 3 + 8
 
 
 def test_all_items_fail(tmp_path: Path) -> None:

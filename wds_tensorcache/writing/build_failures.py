@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import re
 import threading
@@ -19,6 +20,7 @@ from wds_tensorcache.storage.folder import Folder
 from wds_tensorcache.storage.urls import shown
 
 _NAME = re.compile(r"failures(?:-r[0-9]+of([0-9]+))?\.jsonl").fullmatch
+_log = logging.getLogger("wds_tensorcache")
 _MAX_TEXT = 1000  # characters of a message
 
 
@@ -82,6 +84,8 @@ class Failures:
 
     def add(self, failure: Failure) -> None:
         with self._lock:
+            if not self.new:  # a mistake in `fn` would otherwise be seen only at the end
+                _log.warning("tc.build: item %d (key %r) failed: %s", failure.item, failure.key or None, failure)
             self.new[failure.item] = failure
             # Cost: each write repeats all failures, so their number grows by a tenth between two writes.
             if len(self.new) > 1.1 * self._num_written:

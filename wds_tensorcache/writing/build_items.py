@@ -126,7 +126,7 @@ class Items(Dataset[Item]):
                         raise ValueError(f"{fault}, unlike the items before it: pass keys=")
                     has_key = _has_key(item.value)
                     self.are_numbered = not has_key
-            if has_key:  # the numbers are not the keys of the items that could not be read
+            if has_key and not self._is_fixed:  # the numbers are not the keys of the items that could not be read
                 batch = [item if item.failure is None else replace(item, key="") for item in batch]
             yield batch
 
