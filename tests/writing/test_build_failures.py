@@ -19,6 +19,7 @@ import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
 from tests.kills import compare
+from tests.writing.test_build import stop_with
 from tests.writing.test_versions import is_killed, stop_at
 
 COUNT = 23
@@ -94,11 +95,14 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("kind", ["map", "workers", "iterable"])
+# an iterable that raises cannot go on
+KINDS = [
+    (step, kind) for step in STEPS for kind in ("map", "workers", "iterable") if (step, kind) != ("read", "iterable")
+]
+
+
+@pytest.mark.parametrize(("step", "kind"), KINDS)
 def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
-    if step == "read" and kind == "iterable":
-        pytest.skip("an iterable that raises cannot go on")
     broken = set(BROKEN)
     texts = Texts(tmp_path / "texts", broken=BROKEN if step == "read" else ())
 
@@ -263,38 +267,111 @@ def test_positions_as_keys(tmp_path: Path) -> None:
     assert listed(tmp_path) == []
 
 
+def test_positions_of_items_with_keys(tmp_path: Path) -> None:
+    error = build_broken(Texts(tmp_path / "texts"), tmp_path / "out", keys="position")
+    assert [key for key, _ in error.failures] == [f"{i:09d}" for i in BROKEN]
+
+
+def test_keys_that_look_like_positions(tmp_path: Path) -> None:
+    """Although the first item cannot be read, no other item is taken for finished."""
+
+    class Reversed(Texts):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return super().__getitem__(i) | {"__key__": f"{COUNT - 1 - i:09d}"}
+
+    texts, out = Reversed(tmp_path / "texts", broken=(0,)), tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        build(texts, out, lambda items: stop_with(KeyboardInterrupt) if items[-1]["value"] > 11 else double(items))
+    assert len(build_broken(texts, out).failures) == 1
+    check(out, {f"{COUNT - 1 - i:09d}": i for i in range(1, COUNT)})
+
+
+def test_a_changed_item_that_fails_when_it_is_read_again(tmp_path: Path) -> None:
+    """It does not count as an item that differs each time it is read."""
+
+    class Once(Dataset[Any]):
+        def __init__(self) -> None:
+            self.values, self.num_read = list(range(COUNT)), 0
+
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, i: int) -> int:
+            self.num_read += self.values[i] == 100
+            if self.num_read > 1:
+                raise OSError("cannot be read")
+            return self.values[i]
+
+    source = Once()
+    build(source, tmp_path, lambda items: [{"x": item} for item in items]).close()
+    source.values[5] = 100
+    with pytest.raises(tc.StaleCacheError, match="item 5 is not the one"):
+        build(source, tmp_path, lambda items: [{"x": item} for item in items])
+
+
+def test_a_finished_item_that_cannot_be_read(tmp_path: Path) -> None:
+    texts, out = Texts(tmp_path / "texts", broken=(2,)), tmp_path / "out"
+    keys = [path.stem for path in texts.paths]
+    build_broken(texts, out, keys=keys)
+    texts.write(1, "broken")  # of the same batch
+    assert [key for key, _ in build_broken(texts, out, keys=keys).failures] == ["n0002"]
+    texts.write(2, 2)
+    (out / ".failures.jsonl.0a1b2c3d.tmp").touch()  # of a killed build
+    build(texts, out, keys=keys).close()
+    check(out, {f"n{i:04d}": i for i in range(COUNT)})
+
+
+def test_another_batch_size_on_ranks(tmp_path: Path) -> None:
+    """If all items but the failed ones have samples, it does not matter which rank has made them."""
+    texts, out = Texts(tmp_path / "texts", broken=(5,)), tmp_path / "out"
+    num_failed = 0
+    for batch_size in (1, COUNT):
+        for rank in range(2):
+            try:
+                build(texts, out, rank=rank, world_size=2, batch_size=batch_size).close()
+            except tc.BuildError as error:
+                num_failed += len(error.failures)
+    assert num_failed == 2
+    check(out, {f"n{i:04d}": i for i in range(COUNT) if i != 5})
+
+
 @pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
 def test_a_version(tmp_path: Path) -> None:
     """It is written only without failures, or where they are allowed; computed samples wait in the hidden folder."""
     texts = Texts(tmp_path / "texts", broken=())
+    keys, new = [path.stem for path in texts.paths], COUNT - 1
     options = {"digest": lambda item: str(item["value"])}
-    build(texts, tmp_path / "v1", **options).close()
+    build([texts[i] for i in range(new)], tmp_path / "v1", **options).close()
     shutil.copytree(tmp_path / "v1", tmp_path / "copy")
     for i in range(5):
         texts.write(i, 100 + i)
     texts.write(6, "broken")  # has an old sample, which may not be reused
 
     def fn(items: list[dict[str, Any]]) -> Any:
-        return [{"x": torch.tensor([item["value"] * 2.0])} if item["value"] != 103 else None for item in items]
+        return [
+            {"x": torch.tensor([item["value"] * 2.0])} if item["value"] not in (103, 500) else None for item in items
+        ]
 
-    old = {**options, "reuse": tmp_path / "v1"}
+    old = {**options, "keys": keys, "reuse": tmp_path / "v1"}
     for rank in (0, 1):
         build(texts, tmp_path / "v2", fn, **old, rank=rank, world_size=2, allow_failures=True).close()
-    assert [key for key, _ in build_broken(texts, tmp_path / "v2", fn, **old).failures] == ["n0003", None]
+    texts.write(new, 500)  # fails now, and has a sample of its earlier value
+    failed = ["n0003", "n0006", f"n{new:04d}"]
+    assert [key for key, _ in build_broken(texts, tmp_path / "v2", fn, **old).failures] == failed
     assert not (tmp_path / "v2").exists()
-    with pytest.warns(UserWarning, match="2 items failed"):
+    with pytest.warns(UserWarning, match="3 items failed"):
         build(texts, tmp_path / "v2", fn, **old, allow_failures=True).close()
-    values = {f"n{i:04d}": i + 100 * (i < 5) for i in range(COUNT) if i not in (3, 6)}
+    values = {f"n{i:04d}": i + 100 * (i < 5) for i in range(COUNT) if i not in (3, 6, new)}
     check(tmp_path / "v2", values)
-    assert items_of(listed(tmp_path / "v2")) == [3, 6]
+    assert items_of(listed(tmp_path / "v2")) == [3, 6, new]
     compare(tmp_path / "v1", tmp_path / "copy")
     texts.write(6, 6)
-    with pytest.warns(UserWarning, match="2 items failed"):  # the same call opens it
+    with pytest.warns(UserWarning, match="3 items failed"):  # the same call opens it
         build(texts, tmp_path / "v2", fn, **old, allow_failures=True).close()
     error = build_broken(texts, tmp_path / "v2", fn, **old)
     assert "build a new version in another folder, with reuse=" in str(error)
     build(texts, tmp_path / "v3", **options, reuse=tmp_path / "v2").close()
-    check(tmp_path / "v3", values | {"n0003": 103, "n0006": 6})
+    check(tmp_path / "v3", values | {"n0003": 103, "n0006": 6, f"n{new:04d}": 500})
     assert listed(tmp_path / "v3") == []
 
 
@@ -336,7 +413,9 @@ def test_errors_that_are_no_failures(tmp_path: Path) -> None:
 
     with pytest.raises(FileExistsError, match=r"000000\.tar was created after this writer started"):
         build(texts, tmp_path / "taken", fn)
-    assert items_of(listed(tmp_path / "taken"))[0] == 0  # what was found before the writer failed stays listed
+    kept = items_of(listed(tmp_path / "taken"))
+    assert kept[0] == 0  # found before the writer failed
+    assert set(kept) <= set(BROKEN)
 
 
 def test_items_of_a_batch_find_its_memory_free(tmp_path: Path) -> None:

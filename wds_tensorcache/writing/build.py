@@ -249,8 +249,8 @@ def _check_shared(
     if not seen.issuperset(chain.from_iterable(index.keys for index in own_earlier)):
         return
     keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
-    failed = [failure for failure in list_failures(folder_of(pattern.folder)) if failure.key not in keys]
-    if len(keys) + len(failed) < items.num_all:
+    num_missing = items.num_all - len(keys)
+    if num_missing > 0 and num_missing > sum(f.key not in keys for f in list_failures(folder_of(pattern.folder))):
         others = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
         remedy = "call build here once more with rank=0, world_size=1, which computes the missing samples"
         refuse_shared(others, pattern, seen, remedy)
@@ -262,7 +262,6 @@ def _missing(
     folder: str,
     seen: set[str],
     failures: Failures,
-    *,
     is_complete: bool = False,
 ) -> Iterator[list[Target]]:
     """Yield batches up to the first changed item; at the end, raise StaleCacheError if an item has changed."""
@@ -283,11 +282,9 @@ def _missing(
                 job.bar.num_old += 1
                 comparison.find_right(item, places)
             if is_complete and not places:
-                failure = failures.earlier.get(item.number) if items.records else None
-                if failure is None:
-                    num_new += 1
-                else:
-                    failures.new[item.number] = failure
+                is_listed = items.records and item.number in failures.earlier
+                failures.new |= {item.number: failures.earlier[item.number]} if is_listed else {}
+                num_new += not is_listed
         if not comparison.has_changed() and not num_new:
             if not is_checked and any(is_missing for _, is_missing in targets):
                 comparison.check(after=targets[-1][0].number)

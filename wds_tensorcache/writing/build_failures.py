@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NoReturn
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import BuildError, FormatError, format_count
@@ -163,13 +162,10 @@ def _parse(content: bytes, path: str) -> Iterator[Failure]:
         try:
             record = json.loads(line)
             failure = Failure(**record | {"key": record["key"] or ""})
+            if [type(value) for value in dataclasses.astuple(failure)] != [int, *[str] * 4]:
+                raise TypeError
         except (TypeError, ValueError, KeyError, RecursionError):
-            _refuse(path, number)
-        if type(failure.item) is not int or not all(type(text) is str for text in dataclasses.astuple(failure)[1:]):
-            _refuse(path, number)
+            remedy = "delete the file; the next call of `build` tries all items without a sample, and lists what fails"
+            problem = f"line {number} is not a failure of tc.build; {remedy}"
+            raise FormatError(problem, kind="index").at(shown(path)) from None
         yield failure
-
-
-def _refuse(path: str, number: int) -> NoReturn:
-    remedy = "delete the file; the next call of `build` tries all items without a sample, and lists those that fail"
-    raise FormatError(f"line {number} is not a failure of tc.build; {remedy}", kind="index").at(shown(path))

@@ -175,23 +175,27 @@ class Items(Dataset[Item]):
                     return
             self.num_all = number + 1
             if self.is_own(number):
-                yield self._item(number, lambda: value)  # noqa: B023, called at once
+                try:
+                    item = self._item(number, value)
+                except Exception as exc:
+                    item = self._failed(number, exc)
+                yield item
 
     def __getitem__(self, number: int) -> Item:  # for worker processes
-        return self._item(number, lambda: self._items[number])
-
-    def _item(self, number: int, read: Callable[[], Any]) -> Item:
         try:
             with _add_note_of_item(number):
-                value = read()
-            return self._make_item(number, value)
+                value = self._items[number]
+            return self._item(number, value)
         except Exception as exc:
-            if not self.records:
-                raise
-            key = number_text(number) if self._keys is None else "" if callable(self._keys) else self._keys[number]
-            return Item(number, key, failure=Failure.of(number, key, exc))
+            return self._failed(number, exc)
 
-    def _make_item(self, number: int, value: Any) -> Item:
+    def _failed(self, number: int, exc: Exception) -> Item:
+        if not self.records:
+            raise exc
+        key = number_text(number) if self._keys is None else "" if callable(self._keys) else self._keys[number]
+        return Item(number, key, failure=Failure.of(number, key, exc))
+
+    def _item(self, number: int, value: Any) -> Item:
         with _add_note_of_item(number):
             if callable(self._keys):
                 key = self._keys(value)
