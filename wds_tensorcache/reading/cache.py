@@ -698,7 +698,11 @@ class TensorCache(Cache[_Sample]):
         if not numbers:
             raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
         if len({self._at(number) for number in numbers}) > 1:
-            paths = [self._store.locate(self._at(number))[0].path for number in numbers[:_NUM_PATHS]]
-            shown = ", ".join(paths) + ", …" * (len(numbers) > _NUM_PATHS)
-            raise KeyError(f"sample {key!r} is in several shards, {shown}; use the sample's index instead")
+            raise KeyError(f"sample {key!r} is in several shards, {self._places(key)}; use the sample's index instead")
         return numbers[0]
+
+    def _places(self, key: str) -> str:
+        """Return the paths of the shards that contain a key, as text of bounded length."""
+        numbers = self._find_all(key)
+        paths = [self._store.locate(self._at(number))[0].path for number in numbers[:_NUM_PATHS]]
+        return ", ".join(paths) + ", …" * (len(numbers) > _NUM_PATHS)

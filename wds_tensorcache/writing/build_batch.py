@@ -23,8 +23,7 @@ from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
-from wds_tensorcache.writing.build_compare import DIGEST
-from wds_tensorcache.writing.build_items import Item, Items, add_note_of
+from wds_tensorcache.writing.build_items import DIGEST, Item, Items, add_note_of
 from wds_tensorcache.writing.writer import ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
@@ -60,8 +59,8 @@ def compute(
         try:
             for item, sample in zip(missing, batch.rows(), strict=True):
                 if item is not None:
-                    members = {} if item.digest is None else {DIGEST: item.digest}
-                    packed = sink._pack(item.key, sample, members)
+                    digest = {} if item.digest is None else {DIGEST: item.digest}
+                    packed = sink._pack(item.key, sample, {**item.members, **digest})
                     packed.item_digest = item.origin
                     sink._place(packed)
                     kinds.check(packed)
