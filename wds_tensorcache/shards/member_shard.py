@@ -9,7 +9,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import form_of
 from wds_tensorcache.errors import BatchError, FormatError
-from wds_tensorcache.shards.index import CacheColumns, LayoutTable, ShardIndex
+from wds_tensorcache.shards.index import CacheColumns, LayoutTable, ShardIndex, narrow
 from wds_tensorcache.shards.shard import Shard
 
 NO_CACHE = "no cache, only other members; tc.build(tc.open(…), fn, out, …) adds a cache"
@@ -39,18 +39,17 @@ class MemberShard(Shard):
     def _set_index(self, index: ShardIndex) -> None:
         if reserved := {_KEY, _URL}.intersection(index.members):
             raise FormatError(f"a member is named {min(reserved)!r}, which webdataset reserves").at(self.path)
-        count = len(index.keys)
-        begin, end = np.full(count, index.end, np.uint64), np.zeros(count, np.uint64)
-        for member in index.members.values():
-            rows, first = slice(None) if member.rows is None else member.rows, member.begin.astype(np.uint64)
-            begin[rows] = np.minimum(begin[rows], first)
-            end[rows] = np.maximum(end[rows], first + member.nbytes)
-        begin = np.minimum(begin, end)  # a forged index may have a sample without members
-        if (end - begin).sum(dtype=float) > index.end:  # each sample of a forged index could span the whole shard
-            problem = "the index has samples that overlap, so it does not match the shard"
+        table, count = index.members_in_order(), len(index.keys)
+        edges = np.searchsorted(table.rows, np.arange(count + 1))
+        # Each sample of a forged index could span the whole shard.
+        if bool((np.diff(table.rows) < 0).any() or (np.diff(edges) == 0).any()):
+            problem = "the index has samples that overlap or have no members, so it does not match the shard"
             raise FormatError(f"{problem}; `tensorcache index` writes it anew", kind="index").at(self.path)
+        begin, end = table.begins[edges[:-1]], (table.begins + table.sizes)[edges[1:] - 1]
+        self._suffixes, self._kinds, self._edges = table.suffixes, narrow(table.kinds), narrow(edges)
+        self._begins, self._sizes = narrow(table.begins), narrow(table.sizes)
         zeros = np.zeros(count, np.uint8)
-        columns = CacheColumns(None, begin, end - begin, begin, zeros, zeros)
+        columns = CacheColumns(None, narrow(begin), narrow(end - begin), zeros, zeros, zeros)
         super()._set_index(replace(index, caches={self.name: columns}, layouts=_NO_TENSORS))
         self.layout_of_all = None  # so that each batch calls `layouts_of`
 
@@ -64,10 +63,8 @@ class MemberShard(Shard):
             file = self.file
             stored = file.read(start, end)
             file.check_unchanged()
-        extents = []
-        for suffix, columns in self.index.members.items():
-            if (at := columns.find(np.array([row])).item()) >= 0:
-                begin = columns.begin.item(at) - start
-                extents.append((begin, begin + columns.nbytes.item(at), suffix))
-        members = {suffix: stored[begin:end] for begin, end, suffix in sorted(extents)}
+        which = slice(self._edges.item(row), self._edges.item(row + 1))
+        columns = (self._kinds[which].tolist(), self._begins[which].tolist(), self._sizes[which].tolist())
+        extents = ((self._suffixes[kind], begin - start, nbytes) for kind, begin, nbytes in zip(*columns, strict=True))
+        members = {suffix: stored[begin : begin + nbytes] for suffix, begin, nbytes in extents}
         return MemberSample(self.key(row), self.path, members)

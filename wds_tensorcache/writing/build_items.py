@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -275,9 +274,10 @@ def _open_without_cache(paths: list[Any]) -> TensorCache:
     """Open the shards in a list; raise ValueError if they have a cache."""
     cache: TensorCache = open(paths)
     if any(shard.has_cache for shard in cache._store.shards):
+        path = max(cache._store.shards, key=len).path
         cache.close()
-        remedy = "pass tc.open(…) of them, to make a new cache of their samples without their other members"
-        raise ValueError(f"{os.fspath(paths[0])!r:.200} and the other shards have a cache already; {remedy}")
+        remedy = "pass tc.open(…) of the list, to make a new cache of their samples without their other members"
+        raise ValueError(f"{path} has a cache already; {remedy}")
     return cache
 
 
