@@ -140,6 +140,7 @@ def test_without_weights_nothing_changes(tmp_path: Path) -> None:
         ),
         ({"captions.*": float("nan")}, r"is nan; expected a finite number of at least 0, such as 2 or 0\.5"),
         ({"captions.*": float("inf")}, "is inf; expected"),
+        ({"captions.*": 10**400}, "is 10+; expected"),
         ({"captions.*": True}, "is True; expected"),
         ({"captions.*": "2"}, "is '2'; expected"),
         ({"captions.*": None}, "is None; expected"),

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
+from tests.cli.command import run
 from tests.kills import compare
 from tests.remote.servers.http_server import HttpServer
 from tests.shards.footers import forge
@@ -107,6 +109,29 @@ def test_a_part_of_the_samples(stock: Path, tmp_path: Path) -> None:
         with pytest.raises(tc.BatchError, match=r"train-00.tar: no cache, only other members; tc.build\(tc.open"):
             next(iter(tc.Loader(cache, batch_size=2)))
     check(tmp_path / "out", range(7, COUNT, 3))
+
+
+def test_a_manifest_and_indexes(tmp_path: Path) -> None:
+    write_stock(tmp_path / "stock")
+    with tc.open(tmp_path / "stock") as cache:
+        scanned = list(cache)
+    run("index", tmp_path / "stock")
+    with tc.open(tmp_path / "stock") as cache:
+        assert (cache.num_shards, list(cache)) == (3, scanned)
+        build(cache, tmp_path / "out").close()
+    check(tmp_path / "out")
+
+
+def test_a_few_batches_are_in_memory(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "stock", fsync=False) as sink:
+        for i in range(200):
+            sink.write(f"{i}", bin=bytes(100_000))
+    tracemalloc.start()
+    try:
+        build(tc.open(tmp_path / "stock"), tmp_path / "out", lambda samples: [{"x": 1} for _ in samples]).close()
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000  # of 20 MB
+    finally:
+        tracemalloc.stop()
 
 
 def test_killed_and_resumed(stock: Path, tmp_path: Path) -> None:

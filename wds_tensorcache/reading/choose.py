@@ -104,11 +104,11 @@ class Group:
         edges: list[_Edges] = []
         for at, alternatives in enumerate(distinct):
             name, patterns = next(item for item in self.items if alternatives.get(item[0]))
-            found = _edges(patterns, self.weights or (), tuple(alternatives[name]))
-            if found is None:
+            parts = _edges(patterns, self.weights or (), tuple(alternatives[name]))
+            if parts is None:
                 problem = f"has only alternatives of {name!r:.100} with weight 0: {list_names(alternatives[name])}"
                 raise BatchError(f"sample {key(at)!r} {problem}; give one of them a larger weight")
-            edges.append(found)
+            edges.append(parts)
         return [edges[at] for at in which]
 
     def is_in(self, cache: Any) -> bool:
@@ -258,14 +258,20 @@ def _parse_group(name: Any, wanted: Any) -> Group:
 
 def _parse_weights(name: Any, wanted: Mapping[Any, Any]) -> tuple[float, ...]:
     """Return the weights of alternatives, divided by the largest one, so that no sum of them overflows."""
+    weights: list[float] = []
     for alternative, weight in wanted.items():
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
+        number = math.nan
+        if isinstance(weight, Real) and not isinstance(weight, bool):
+            with suppress(OverflowError):  # a huge int
+                number = float(weight)
+        if not 0 <= number < math.inf:
             problem = f"choose={{{name!r:.100}: …}}: the weight of {alternative!r:.100} is {weight!r:.100}"
             raise ValueError(f"{problem}; expected a finite number of at least 0, such as 2 or 0.5")
-    largest = max(map(float, wanted.values()))
+        weights.append(number)
+    largest = max(weights)
     if not largest:
         raise ValueError(f"choose={{{name!r:.100}: …}}: all weights are 0; give an alternative a larger weight")
-    return tuple(float(weight) / largest for weight in wanted.values())
+    return tuple(weight / largest for weight in weights)
 
 
 @lru_cache(maxsize=1024)
