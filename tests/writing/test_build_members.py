@@ -214,9 +214,20 @@ def test_names_in_a_tar(tmp_path: Path) -> None:
     ("names", "options", "error", "message"),
     [
         (["a.txt", "b.txt"], {}, ValueError, r"two items have the key 'a'; .* is in .*0\.tar, .*1\.tar: pass keys="),
-        (["photo 1.txt"], {}, tc.InvalidKeyError, "key 'photo 1' contains ' '.* tc.safe_key makes a key of any text"),
+        (
+            ["photo 1.txt"],
+            {},
+            tc.InvalidKeyError,
+            r"item 1 in .*1\.tar: key 'photo 1' contains ' '.* tc.safe_key makes a key of any text",
+        ),
         (["b.safetensors"], {}, tc.InvalidKeyError, "sample 'b' has members .*'safetensors'.*rename that member"),
-        (["b.__key__"], {}, tc.FormatError, r"1\.tar: a member is named '__key__', which webdataset reserves"),
+        (["b.__key__"], {}, tc.FormatError, r"1\.tar: members have the suffix '__key__', which is reserved; rename"),
+        (
+            ["b.x.tensorcache"],
+            {},
+            tc.FormatError,
+            r"1\.tar: members have the suffix 'x.tensorcache', which is reserved",
+        ),
         (["b.digest.txt"], {"digest": str}, ValueError, "sample 'b' has a member 'digest.txt' already, so leave out"),
     ],
     ids=str,

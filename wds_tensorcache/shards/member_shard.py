@@ -10,6 +10,7 @@ import numpy as np
 from wds_tensorcache.codec.header import form_of
 from wds_tensorcache.errors import BatchError, FormatError
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, ShardIndex, narrow
+from wds_tensorcache.shards.names import is_reserved
 from wds_tensorcache.shards.shard import Shard
 
 NO_CACHE = "no cache, only other members; tc.build(tc.open(…), fn, out, …) adds a cache"
@@ -37,8 +38,10 @@ class MemberShard(Shard):
     has_cache = False
 
     def _set_index(self, index: ShardIndex) -> None:
-        if reserved := {_KEY, _URL}.intersection(index.members):
-            raise FormatError(f"a member is named {min(reserved)!r}, which webdataset reserves").at(self.path)
+        for suffix in index.members:
+            if suffix in (_KEY, _URL) or is_reserved(suffix):
+                problem = f"members have the suffix {suffix!r:.100}, which is reserved"
+                raise FormatError(f"{problem}; rename them in the shard").at(self.path)
         table, count = index.members_in_order(), len(index.keys)
         edges = np.searchsorted(table.rows, np.arange(count + 1))
         # Each sample of a forged index could span the whole shard.

@@ -256,18 +256,19 @@ def _check_keys(keys: list[Any], count: int | None, items: Any) -> list[str]:
     if len(keys) != count:
         raise ValueError(f"{len(keys)} keys for {count} items, expected one key for each item")
     for number, key in enumerate(keys):
-        _check_key(key, number)
+        _check_key(key, number, items)
     for key, num_uses in Counter(keys).most_common(1):
         if num_uses > 1:
             raise _repeated_key(key, items)
     return keys
 
 
-def _check_key(key: object, number: int) -> None:
+def _check_key(key: Any, number: int, items: Any = None) -> None:
     try:
         check_key(key)
     except InvalidKeyError as exc:
-        raise exc.at(f"item {number}") from None
+        where = f" in {items._places(key)}" if isinstance(items, TensorCache) and key in items else ""
+        raise exc.at(f"item {number}{where}") from None
 
 
 def _open_without_cache(paths: list[Any]) -> TensorCache:
