@@ -118,14 +118,14 @@ def open(
         load_indexes(loaded.values())
         sources: dict[str, Any] = {path: listed.get(path) or loaded[path].index for path in places}
         name = _choose_name(cache, {path: source.caches for path, source in sources.items()})
-        fingerprints = {path: source.fingerprint for path, source in sources.items()}
-        if expect is not None:
-            for path, fingerprint in fingerprints.items():
-                check_fingerprint(path, fingerprint, as_fingerprint(expect))
         if name is None:
             from wds_tensorcache.shards.member_shard import MemberShard
 
             kind = MemberShard
+        fingerprints = {path: source.fingerprint for path, source in sources.items()}
+        if expect is not None:
+            for path, fingerprint in fingerprints.items():
+                check_fingerprint(path, fingerprint, as_fingerprint(expect))
         shards = []
         for place in listing.shards:
             entry = place.entry

@@ -21,8 +21,8 @@ from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.writing.build_batch import Job, SampleProgress, Target, compute
-from wds_tensorcache.writing.build_compare import Comparison, refuse_shared
-from wds_tensorcache.writing.build_items import DIGEST, NO_ITEMS, Items, each_once
+from wds_tensorcache.writing.build_compare import DIGEST, Comparison, refuse_shared
+from wds_tensorcache.writing.build_items import NO_ITEMS, Items, each_once
 from wds_tensorcache.writing.new_folder import check_local, check_new, has_entries
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards, list_new

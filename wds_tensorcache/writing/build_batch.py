@@ -23,7 +23,8 @@ from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.threads import Threads
-from wds_tensorcache.writing.build_items import DIGEST, Item, Items, add_note_of
+from wds_tensorcache.writing.build_compare import DIGEST
+from wds_tensorcache.writing.build_items import Item, Items, add_note_of
 from wds_tensorcache.writing.writer import ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
@@ -59,8 +60,7 @@ def compute(
         try:
             for item, sample in zip(missing, batch.rows(), strict=True):
                 if item is not None:
-                    digest = {} if item.digest is None else {DIGEST: item.digest}
-                    packed = sink._pack(item.key, sample, {**item.members, **digest})
+                    packed = sink._pack(item.key, sample, _members_of(item))
                     packed.item_digest = item.origin
                     sink._place(packed)
                     kinds.check(packed)
@@ -107,6 +107,15 @@ def compute(
             raise failed[0]
         finally:
             failed.clear()  # a reference cycle with the traceback
+
+
+def _members_of(item: Item) -> dict[str, Any]:
+    """Return the members of an item's sample besides its cache."""
+    if item.digest is None:
+        return {**item.members}
+    if DIGEST in item.members:
+        raise ValueError(f"sample {item.key!r} has a member {DIGEST!r} already, so leave out digest=")
+    return {**item.members, DIGEST: item.digest}
 
 
 def _describe(batch: list[Target], row: int) -> str:

@@ -11,9 +11,11 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import StaleCacheError
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.writing.build_items import DIGEST, NUM_COMPARED, Item, Items, number_in, number_text
+from wds_tensorcache.writing.build_items import NUM_COMPARED, Item, Items, number_in, number_text
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
+
+DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 
 
 class Comparison:

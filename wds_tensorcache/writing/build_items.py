@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import sys
 from collections import Counter
@@ -23,7 +24,6 @@ from wds_tensorcache.shards.member_shard import MemberSample
 from wds_tensorcache.shards.names import check_key
 from wds_tensorcache.writing.item_digest import digest_item
 
-DIGEST = "digest.txt"  # the member that contains the digest of a sample's item
 NO_ITEMS = "the source has no items"
 NUM_COMPARED = 64
 
@@ -137,6 +137,13 @@ class Items(Dataset[Item]):
         ):
             yield from batch
 
+    def __getitems__(self, numbers: list[int]) -> list[Item]:  # for DataLoader, in any process
+        items = copy.copy(self)
+        if isinstance(self._items, Cache):  # a cache fetches samples at urls together
+            with contextlib.suppress(Exception):  # raised again for its item
+                items._items = dict(zip(numbers, self._items.__getitems__(numbers), strict=True))
+        return [items[number] for number in numbers]
+
     def _read_batches(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
         """Yield the items of a map-style dataset; an item that need not be read has no value."""
         skipped: set[int] = set()
@@ -181,11 +188,6 @@ class Items(Dataset[Item]):
             value = self._items[number]
         return self._item(number, value)
 
-    def __getitems__(self, numbers: list[int]) -> list[Item]:  # a cache fetches samples at urls together
-        if not isinstance(self._items, Cache):
-            return list(map(self.__getitem__, numbers))
-        return list(map(self._item, numbers, self._items.__getitems__(numbers)))
-
     def _item(self, number: int, value: Any) -> Item:
         with _add_note_of_item(number):
             if callable(self._keys):
@@ -198,8 +200,6 @@ class Items(Dataset[Item]):
             digest = None if self._digest is None else self._digest(value)
             origin = digest_item(value) if self.compares and not _has_key(value) else 0
             members = value.members if isinstance(value, MemberSample) else {}
-            if digest is not None and DIGEST in members:
-                raise ValueError(f"sample {key!r} has a member {DIGEST!r} already, so leave out digest=")
         if self._digest is not None and not isinstance(digest, str):
             fault = f"digest returned a {type(digest).__name__}, expected a str"
             raise TypeError(f"item {number}, key {key!r:.100}: {fault}")
