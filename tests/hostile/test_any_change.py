@@ -94,10 +94,7 @@ def test_open(change: tuple[str, int, int, int]) -> None:
         path.write_bytes(shard := changed(*change))
         try:
             found = read_all(path)
-        except tc.TensorCacheError:
-            return
-        except KeyError as exc:  # no cache is left in it
-            assert "no cache, only other members" in str(exc)  # noqa: PT017
+        except tc.TensorCacheError:  # also if no cache is left in it
             return
         for key, sample, batch in found:
             assert batch["x"].shape == (1, 6)

@@ -140,7 +140,7 @@ def test_names(write_shard: Callable[..., str]) -> None:
     for source, name, error, message in (
         (several, None, KeyError, r"0.tar and 2 more: caches '', 'text': choose one with --cache \(cache=…\)"),
         (both, None, KeyError, r"2.tar: caches '', 'text': choose one with --cache \(cache=…\)"),
-        (neither, None, KeyError, r"0.tar: no cache, only other members"),
+        (neither, "", KeyError, r"0.tar: no cache ''; there are"),
         ([one, both], "image", KeyError, r"1\.tar and 1 more: no cache 'image'; there are '', 'text'"),
         (one, "Text", tc.InvalidKeyError, "cache name 'Text' must match"),
     ):

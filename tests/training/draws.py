@@ -11,7 +11,7 @@ import torch
 import wds_tensorcache as tc
 
 COUNT = 23
-CHOOSE = {"latent": ["latent", "latent_flipped"], "text": "captions.*"}
+CHOOSE = {"latent": ["latent", "latent_flipped"], "text": {"captions.0": 2, "captions.*": 1}}
 EMPTY = torch.full((2,), -1.0)
 MOMENTS = tc.sample_moments("latent", to="drawn")
 TRANSFORMS = [MOMENTS, tc.drop_text(0.5, {"text": EMPTY}, mark="is_dropped")]

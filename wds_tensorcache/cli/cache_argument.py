@@ -49,6 +49,10 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
     except ValueError as exc:  # not a local path
         raise click.UsageError(str(exc)) from exc
     with cache:
+        if not all(shard.has_cache for shard in cache._store.shards):
+            from wds_tensorcache.shards.member_shard import NO_CACHE
+
+            raise KeyError(f"{shown(path)}: {NO_CACHE}")
         yield cache
 
 

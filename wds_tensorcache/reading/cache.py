@@ -243,7 +243,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`. Alternatives may be values,
                 for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
                 chosen together: `{("text", "caption"): ("texts.*", "captions.*")}`. In a joined cache, names that are chosen
-                together, and all their alternatives, must be in one of its caches.
+                together, and all their alternatives, must be in one of its caches. A loader chooses by weights if a dict has
+                them: `{"text": {"captions.0": 2, "captions.*": 1}}`. The weight of a pattern counts for each name that it
+                matches, and a name that occurs or matches several times has the sum of its weights, which are 1 in a list.
             choices: Index of the chosen alternative among the alternatives of each sample, integers `[B]`, by name in `choose`;
                 0 by default.
 
@@ -698,7 +700,11 @@ class TensorCache(Cache[_Sample]):
         if not numbers:
             raise KeyError(f"no sample {key!r:.100} among the {len(self)} samples; there are {self._near_keys(key)}")
         if len({self._at(number) for number in numbers}) > 1:
-            paths = [self._store.locate(self._at(number))[0].path for number in numbers[:_NUM_PATHS]]
-            shown = ", ".join(paths) + ", …" * (len(numbers) > _NUM_PATHS)
-            raise KeyError(f"sample {key!r} is in several shards, {shown}; use the sample's index instead")
+            raise KeyError(f"sample {key!r} is in several shards, {self._places(key)}; use the sample's index instead")
         return numbers[0]
+
+    def _places(self, key: str) -> str:
+        """Return the paths of the shards that contain a key, as text of bounded length."""
+        numbers = self._find_all(key)
+        paths = [self._store.locate(self._at(number))[0].path for number in numbers[:_NUM_PATHS]]
+        return ", ".join(paths) + ", …" * (len(numbers) > _NUM_PATHS)

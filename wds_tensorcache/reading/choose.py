@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
+from numbers import Real
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
@@ -35,11 +39,15 @@ from wds_tensorcache.reading.structure import put
 Array = np.ndarray[Any, Any]
 # alternatives by name, or by a tuple of names that are chosen together
 Choose: TypeAlias = "Mapping[Any, Any]"
-# Called with a group and the number of alternatives of each sample; returns the index of the chosen one, int64 [B].
-Chooser: TypeAlias = "Callable[[Group, Array], Array]"
+# Called with a group, the number of alternatives of each sample, and a function that returns the edges of each sample's
+# alternatives, for a group with weights; returns the index of the chosen one, int64 [B].
+Chooser: TypeAlias = "Callable[[Group, Array, Callable[[], list[_Edges]]], Array]"
+# For each alternative of a sample, the end of its part of [0, 1); () if all parts have the same length.
+_Edges: TypeAlias = "tuple[float, ...]"
 _NUM_EXAMINED = 8  # samples in which the numbers of alternatives are compared
 _EXPECTED = (
-    "lists of tensor names, or of patterns, by name: {'latent': ['latent', 'latent_flipped'], 'text': 'captions.*'}"
+    "lists of tensor names, or of patterns, by name: {'latent': ['latent', 'latent_flipped'], 'text': 'captions.*'}, "
+    "or dicts with their weights: {'text': {'captions.0': 2, 'captions.*': 1}}"
 )
 
 # --- the argument ---
@@ -53,11 +61,13 @@ class Group:
         names: Names in the batch.
         patterns: For each name, the names or patterns of its alternatives in a sample.
         prefix: Prefix of these names in the joined cache to which the samples belong; empty without a joined cache.
+        weights: Weight of each pattern of a name, in [0, 1]; None if each alternative has the same probability.
     """
 
     names: tuple[str, ...]
     patterns: tuple[tuple[str, ...], ...]
     prefix: str = ""
+    weights: tuple[float, ...] | None = None
 
     @property
     def items(self) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -79,7 +89,27 @@ class Group:
         if not all(text.startswith(prefix) for texts in (self.names, *self.patterns) for text in texts):
             return None
         names, *patterns = (tuple(text[len(prefix) :] for text in texts) for texts in (self.names, *self.patterns))
-        return Group(names, tuple(patterns), self.prefix + prefix)
+        return Group(names, tuple(patterns), self.prefix + prefix, self.weights)
+
+    def edges(
+        self, distinct: Sequence[Mapping[str, Sequence[str]]], which: Iterable[int], key: Callable[[int], str]
+    ) -> list[_Edges]:
+        """Return the edges of each sample's alternatives.
+
+        Args:
+            distinct: Names of a sample's alternatives, by name in the batch; the first name of the group that has any counts.
+            which: Index into `distinct` of each sample.
+            key: Function from an index into `distinct` to the key of a sample, for errors.
+        """
+        edges: list[_Edges] = []
+        for at, alternatives in enumerate(distinct):
+            name, patterns = next(item for item in self.items if alternatives.get(item[0]))
+            parts = _edges(patterns, self.weights or (), tuple(alternatives[name]))
+            if parts is None:
+                problem = f"has only alternatives of {name!r:.100} with weight 0: {list_names(alternatives[name])}"
+                raise BatchError(f"sample {key(at)!r} {problem}; give one of them a larger weight")
+            edges.append(parts)
+        return [edges[at] for at in which]
 
     def is_in(self, cache: Any) -> bool:
         """Return whether a cache has tensors among the alternatives, or values in its first sample."""
@@ -212,6 +242,7 @@ def _parse_group(name: Any, wanted: Any) -> Group:
     is_tuple = isinstance(name, tuple)
     names = name if is_tuple else (name,)
     alternatives = [wanted] if isinstance(wanted, str) or (is_tuple and isinstance(wanted, tuple)) else wanted
+    alternatives = list(wanted) if isinstance(wanted, Mapping) else alternatives
     rows = []
     if isinstance(alternatives, Sequence) and names:
         rows = [item if is_tuple else (item,) for item in alternatives]
@@ -219,7 +250,41 @@ def _parse_group(name: Any, wanted: Any) -> Group:
     if not rows or not are_alike or not all(isinstance(text, str) for row in (names, *rows) for text in row):
         together = ", each a tuple of as many names as the key" if is_tuple else ""
         raise ValueError(f"choose={{{name!r:.100}: {wanted!r:.200}}}{together}, expected {_EXPECTED}")
-    return Group(names, tuple(zip(*rows, strict=True)))
+    patterns = tuple(zip(*rows, strict=True))
+    weights = _parse_weights(name, wanted) if isinstance(wanted, Mapping) else (1.0,) * len(rows)
+    are_apart = len(rows) == 1 or not any(len(set(row)) < len(row) or any(map(glob.has_magic, row)) for row in patterns)
+    return Group(names, patterns, weights=None if are_apart and len(set(weights)) == 1 else weights)
+
+
+def _parse_weights(name: Any, wanted: Mapping[Any, Any]) -> tuple[float, ...]:
+    """Return the weights of alternatives, divided by the largest one, so that no sum of them overflows."""
+    weights: list[float] = []
+    for alternative, weight in wanted.items():
+        number = math.nan
+        if isinstance(weight, Real) and not isinstance(weight, bool):
+            with suppress(OverflowError):  # a huge int
+                number = float(weight)
+        if not 0 <= number < math.inf:
+            problem = f"choose={{{name!r:.100}: …}}: the weight of {alternative!r:.100} is {weight!r:.100}"
+            raise ValueError(f"{problem}; expected a finite number of at least 0, such as 2 or 0.5")
+        weights.append(number)
+    largest = max(weights)
+    if not largest:
+        raise ValueError(f"choose={{{name!r:.100}: …}}: all weights are 0; give an alternative a larger weight")
+    return tuple(weight / largest for weight in weights)
+
+
+@lru_cache(maxsize=1024)
+def _edges(patterns: tuple[str, ...], weights: tuple[float, ...], names: tuple[str, ...]) -> _Edges | None:
+    """Return the edges of alternatives with these names; None if all their weights are 0."""
+    totals, there = dict.fromkeys(names, 0.0), frozenset(names)
+    for pattern, weight in zip(patterns, weights, strict=True):
+        for name in [pattern] if pattern in there else fnmatch.filter(names, pattern):
+            totals[name] += weight
+    if len(set(totals.values())) == 1 and totals[names[0]]:
+        return ()
+    *ends, total = accumulate(totals.values())
+    return (*(end / total for end in ends), 1.0) if total else None
 
 
 def _expand(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
@@ -297,8 +362,8 @@ class Randomness:
     def chooser(self, indices: Array) -> Chooser:
         """Return the function that chooses for the samples at `indices`, by `choices` or else at random.
 
-        Random choices have equal probabilities. A random choice depends only on the seed of the sample, its number of
-        alternatives and the names of the group.
+        Random choices have equal probabilities, unless the group has weights. A random choice depends only on the seed of the
+        sample, the number and weights of its alternatives, and the names of the group.
 
         Raises (on use):
             ValueError: The choices for a name are not integers `[B]`, or differ between names that are chosen together.
@@ -307,9 +372,18 @@ class Randomness:
         choices, count = self.choices, len(indices)
         if choices is None:
             seeds = self.seeds(indices)
-            return lambda group, counts: (fractions_of(seeds, group.purpose) * counts).astype(np.int64)
 
-        def choose(group: Group, counts: Array) -> Array:
+            def draw(group: Group, counts: Array, edges: Callable[[], list[_Edges]]) -> Array:
+                fractions = fractions_of(seeds, group.purpose)
+                drawn: Array = (fractions * counts).astype(np.int64)
+                for i, ends in enumerate(edges() if group.weights else ()):  # cost per sample
+                    if ends:
+                        drawn[i] = bisect_right(ends, fractions.item(i))
+                return drawn
+
+            return draw
+
+        def choose(group: Group, counts: Array, edges: Callable[[], list[_Edges]]) -> Array:
             columns = [np.asarray(choices[name]) for name in group.whole_names if name in choices]
             first = columns[0] if columns else np.zeros(count, np.int64)
             for column in columns:
@@ -415,7 +489,10 @@ class ChosenRequest(Request):
                     raise _lacks_all(self.key(i), name, patterns, rest if isinstance(rest, dict) else ())
                 raise _unequal(self.key(i), {name: counts[i], group.names[0]: others[i]})
             if group not in self.choices:
-                self.choices[group] = self.chooser(group, counts)
+                named = [{name: [alternative for alternative, _ in row]} for row in rows] if group.weights else []
+                self.choices[group] = self.chooser(
+                    group, counts, partial(group.edges, named, range(len(named)), self.key)
+                )
             choices = self.choices[group].tolist()
             chosen[name] = [row[choice] for row, choice in zip(rows, choices, strict=True)]
         self.known_values.update(chosen)  # at once, for other threads
@@ -510,7 +587,8 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
         if has_tensors:
             counts = [_count(stored, at, group, matches) for at, matches in enumerate(available)]
             all_counts[group] = np.array(counts)[stored.which]
-            choices[group] = chooser(group, all_counts[group])
+            edges = partial(group.edges, available, stored.which, stored.key)
+            choices[group] = chooser(group, all_counts[group], edges)
     # cost per sample: one step in Python
     combined = list(zip(stored.which.tolist(), *(column.tolist() for column in choices.values()), strict=True))
     distinct = sorted(set(combined))  # in one order, so that other batches find their columns again
@@ -628,4 +706,4 @@ def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
             values += ((f"{name}.{step}", item) for step, item in items)
         else:
             raise BatchError(f"a sample has a {type(value).__name__} at {name!r}, expected a list of alternatives")
-    return [(name, value) for name, value in values if not is_tensor(value)]
+    return [*{name: (name, value) for name, value in values if not is_tensor(value)}.values()]

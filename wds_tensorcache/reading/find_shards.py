@@ -221,6 +221,13 @@ def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) ->
     return "; ".join(filter(None, reasons))
 
 
+def is_tar(path: object) -> bool:
+    """Return whether an object is the path or url of a tar, by its name; the tar may be compressed."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+    name = (split_url(text)[1] if is_url(text) else text).rpartition("/")[2]
+    return _IS_TAR(name) is not None
+
+
 def _is_packed(name: str) -> bool:
     return _IS_TAR(name) is not None and not name.endswith(".tar")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from wds_tensorcache.arguments import as_int
@@ -52,7 +51,9 @@ def open(
             names of the files that it leads to. If you list a shard twice, or a folder contains it under two names, its samples
             occur twice.
         cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the cache without a name; by default the
-            only cache. Samples that lack this cache are left out.
+            only cache. Samples that lack this cache are left out. If no sample has a cache, a sample is a dict of its members
+            as bytes, as webdataset yields it before decoding: `{"__key__": …, "__url__": …, "jpg": b"…"}`. There are no
+            batches of such samples; `tc.build` adds a cache.
         io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was truncated
             or changed is refused before and after each copy. But **truncating a shard in place during a copy kills the
             process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which raise an error.
@@ -79,7 +80,7 @@ def open(
             lists a file outside its folder. Or a manifest lists a file twice, perhaps under two names.
         RemoteError: A request to a server failed; a later read of a remote shard may raise it, too.
         StaleCacheError: The fingerprint of a shard does not match `expect`, or is missing.
-        KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches or none.
+        KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches.
         ImportError: A url needs a package that is not installed; the message says which extra to install.
         NotImplementedError, OSError: `cache_dir` needs Linux; or it is not a folder that only this user can write.
         TypeError, ValueError: An argument is invalid; or `cache_dir` is on a network file system.
@@ -98,17 +99,29 @@ def open(
         remote_indexes = _remote_indexes(index_folder, keep_indexes)
         node_cache = None if cache_dir is None else _node_cache(cache_dir, cache_nbytes, max_open_files)
     files, pool = Files(may_map=io == "auto", max_open=max_open_files, node_cache=node_cache), Pool(pool_nbytes)
-    make = partial(Shard, files=files, pool=pool, allow=allow_table(allow), remote_indexes=remote_indexes)
+    options: dict[str, Any] = {
+        "files": files,
+        "pool": pool,
+        "allow": allow_table(allow),
+        "remote_indexes": remote_indexes,
+    }
+    kind: type[Shard] = Shard
     try:
         for path, place in places.items():
             if place.entry is not None and is_url(path):
                 files.expect(path, place.manifest, nbytes=place.entry.nbytes)
         # the manifest lists the caches; without one, the indexes do
         listed = {path: place.entry for path, place in places.items() if place.entry and place.entry.caches is not None}
-        loaded = {path: make(path, "", entry=place.entry) for path, place in places.items() if path not in listed}
+        loaded = {
+            path: Shard(path, "", entry=place.entry, **options) for path, place in places.items() if path not in listed
+        }
         load_indexes(loaded.values())
         sources: dict[str, Any] = {path: listed.get(path) or loaded[path].index for path in places}
         name = _choose_name(cache, {path: source.caches for path, source in sources.items()})
+        if name is None:
+            from wds_tensorcache.shards.member_shard import MemberShard
+
+            kind = MemberShard
         fingerprints = {path: source.fingerprint for path, source in sources.items()}
         if expect is not None:
             for path, fingerprint in fingerprints.items():
@@ -119,8 +132,9 @@ def open(
             if entry is not None:
                 # without the caches and the fingerprint, which would take memory
                 entry = ShardEntry(entry.url, entry.num_samples, entry.nbytes, entry.digest)
-            count = sources[place.path].caches.get(name, 0) if place.path in listed else None
-            shard = make(place.path, name, count=count, entry=entry)
+            is_counted = name is not None and place.path in listed
+            count = sources[place.path].caches.get(name, 0) if is_counted else None
+            shard = kind(place.path, name or "", count=count, entry=entry, **options)
             if place.path in loaded:
                 shard.take_index(loaded[place.path])
             if not shard.is_remote:
@@ -152,8 +166,8 @@ def _node_cache(path: str | os.PathLike[str], max_nbytes: int | None, max_open: 
     return open_node_cache(path, max_nbytes, max_open=max_open or default_max_open())
 
 
-def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
-    """Return the name of the cache to open, among the caches in the shards."""
+def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str | None:
+    """Return the name of the cache to open, among the caches in the shards; None if there is none to choose."""
     if name:
         cache_name(name)
     there = sorted({other for names in caches.values() for other in names})
@@ -161,10 +175,8 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str:
     where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     if name is not None and name not in there:
         raise KeyError(f"{where}: no cache {name!r}; there are {list_names(there, name)}")
-    if name is None and not there:
-        raise KeyError(f"{where}: no cache, only other members; write one with tc.ShardWriter or tc.encoder()")
     if name is None and len(there) > 1:
         raise KeyError(
             f"{where}: caches {list_names(there)}: choose one with --cache (cache=…), '' for the one without a name"
         )
-    return there[0] if name is None else name
+    return next(iter(there), None) if name is None else name

@@ -56,6 +56,7 @@ class Shard:
     Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
     """
 
+    has_cache = True
     index = _Loaded["ShardIndex"]()
     columns = _Loaded["CacheColumns"]()  # of this cache in the index
     layout_of_all = _Loaded["Layout | None"]()  # None unless the shard has exactly one layout
@@ -92,7 +93,7 @@ class Shard:
         # the path is enough, and some caches have 100,000 shards
         entry = self._entry and replace(self._entry, url="", caches=None, fingerprint=None)
         state = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, entry)
-        return partial(Shard, remote_indexes=self._remote_indexes), state
+        return partial(type(self), remote_indexes=self._remote_indexes), state
 
     def __len__(self) -> int:
         if self._count is None:

@@ -257,9 +257,9 @@ class Loader(BaseLoader):
     Args:
         cache, batch_size: As in `StepSampler`.
         device, pin_memory, collate, pad_value: As in `read_batch`.
-        choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability. The choice is a
-            pure function of seed, epoch and sample index, so it does not depend on batch size and ranks, and resumes
-            exactly. `info.choices` contains the choices.
+        choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability, or by their
+            weights. The choice is a pure function of seed, epoch and sample index, so it does not depend on batch size and
+            ranks, and resumes exactly. `info.choices` contains the choices.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
         num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The

@@ -72,7 +72,9 @@ def build(
     shard in place.
 
     Args:
-        source: A map-style dataset (`len`, `[i]`) or an iterable.
+        source: A map-style dataset (`len`, `[i]`) or an iterable. Or WebDataset shards without a cache: `tc.open` of them, also
+            a part of it, or a list of their paths or urls, which end in `.tar`. Then an item is a dict of `__key__`, `__url__`
+            and the bytes of each member, and the cache is written beside these members, which stay the same byte for byte.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
             whose dtype or number of dimensions differs from earlier samples causes a warning, once for each name.
@@ -117,11 +119,12 @@ def build(
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
         FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
-        InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text.
+        InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text. Or a member of an item
+            has a name that the cache needs.
         ValueError: `fn` returned fewer or more samples than items, or None for an item. Two items have the same key, or the
             source is empty. `out` contains shards with other names. `reuse` is the same folder as `out`, or has named caches or
-            samples without a cache. Two ranks have the same key, different items or batch sizes. Or several ranks have
-            `footer=False` or the path of a single shard.
+            samples without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different
+            items or batch sizes. Or several ranks have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.

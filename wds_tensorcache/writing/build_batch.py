@@ -74,9 +74,8 @@ def compute(
         try:
             for item, sample in zip(missing, batch.rows(), strict=True):
                 if item is not None:
-                    members = {} if item.digest is None else {DIGEST: item.digest}
                     try:
-                        packed = sink._pack(item.key, sample, members)
+                        packed = sink._pack(item.key, sample, _members_of(item))
                         if job.checks_finite:
                             _check_finite(item.key, sample, sink)
                     except Exception as exc:
@@ -154,6 +153,15 @@ def compute(
             raise failed[0]
         finally:
             failed.clear()  # a reference cycle with the traceback
+
+
+def _members_of(item: Item) -> dict[str, Any]:
+    """Return the members of an item's sample besides its cache."""
+    if item.digest is None:
+        return {**item.members}
+    if DIGEST in item.members:
+        raise ValueError(f"sample {item.key!r} has a member {DIGEST!r} already, so leave out digest=")
+    return {**item.members, DIGEST: item.digest}
 
 
 def _describe(batch: list[Target], row: int) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -15,8 +16,11 @@ from xxhash import xxh3_64_intdigest
 
 from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import InvalidKeyError, add_note
-from wds_tensorcache.reading.cache import Cache
+from wds_tensorcache.reading.cache import Cache, TensorCache
+from wds_tensorcache.reading.find_shards import is_tar
+from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import spread
+from wds_tensorcache.shards.member_shard import MemberSample
 from wds_tensorcache.shards.names import check_key
 from wds_tensorcache.writing.build_failures import Failure
 from wds_tensorcache.writing.item_digest import digest_item
@@ -31,6 +35,7 @@ class Item:
 
     `origin` is the result of `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
     `failure` describes the error of an item that could not be read. Its key is `""` if only the item itself tells its key.
+    `members` are written beside the cache, by extension.
     """
 
     number: int
@@ -39,6 +44,7 @@ class Item:
     digest: str | None = None
     origin: int = 0
     failure: Failure | None = None
+    members: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class Items(Dataset[Item]):
@@ -73,6 +79,8 @@ class Items(Dataset[Item]):
         batch_size, num_workers = as_int("batch_size", batch_size), as_int("num_workers", num_workers)
         if batch_size < 1 or num_workers < 0:
             raise ValueError(f"batch_size={batch_size}, num_workers={num_workers}: expected at least 1, and at least 0")
+        if isinstance(items, list) and items and all(map(is_tar, items)):
+            items = _open_without_cache(items)
         kind, count = type(items).__name__, _length(items)
         is_map = count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
         if isinstance(items, (Mapping, DataLoader, str, bytes)) or not (is_map or isinstance(items, Iterable)):
@@ -85,7 +93,7 @@ class Items(Dataset[Item]):
         self._is_fixed = isinstance(keys, str) and keys == "position"
         keys = None if self._is_fixed else keys
         if keys is not None and not callable(keys):
-            keys = _check_keys(list(keys), count if is_map else None)
+            keys = _check_keys(list(keys), count if is_map else None, items)
         self._items, self._keys, self._digest, self.is_map = items, keys, digest, is_map
         self.batch_size = min(batch_size, sys.maxsize)  # which itertools can count
         self._num_workers, self.has_digests = num_workers, digest is not None
@@ -136,6 +144,13 @@ class Items(Dataset[Item]):
             self, batch_size=self.batch_size, sampler=numbers, num_workers=num_workers, collate_fn=list
         ):
             yield from batch
+
+    def __getitems__(self, numbers: list[int]) -> list[Item]:  # for DataLoader, in any process
+        items = copy.copy(self)
+        if isinstance(self._items, Cache):  # a cache fetches samples at urls together
+            with contextlib.suppress(Exception):  # raised again for its item
+                items._items = dict(zip(numbers, self._items.__getitems__(numbers), strict=True))
+        return [items[number] for number in numbers]
 
     def _read_batches(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
         """Yield the items of a map-style dataset; an item that need not be read has no value."""
@@ -206,10 +221,11 @@ class Items(Dataset[Item]):
             _check_key(key, number)
             digest = None if self._digest is None else self._digest(value)
             origin = digest_item(value) if self.compares and not _has_key(value) else 0
+            members = value.members if isinstance(value, MemberSample) else {}
         if self._digest is not None and not isinstance(digest, str):
             fault = f"digest returned a {type(digest).__name__}, expected a str"
             raise TypeError(f"item {number}, key {key!r:.100}: {fault}")
-        return Item(number, key, value, digest, origin)
+        return Item(number, key, value, digest, origin, members)
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
@@ -230,8 +246,11 @@ def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str],
         yield item
 
 
-def _repeated_key(key: str) -> ValueError:
-    return ValueError(f"two items have the key {key!r}; expected a different key for each item")
+def _repeated_key(key: str, items: Any = None) -> ValueError:
+    problem = f"two items have the key {key!r}; expected a different key for each item"
+    if isinstance(items, TensorCache) and key in items:
+        problem += f", but it is in {items._places(key)}: pass keys=, a function that makes different keys"
+    return ValueError(problem)
 
 
 @contextlib.contextmanager
@@ -253,7 +272,7 @@ def _add_note_of_item(number: int) -> contextlib.AbstractContextManager[None]:
     return add_note_of(lambda: f"this is item {number} of the source")
 
 
-def _check_keys(keys: list[Any], count: int | None) -> list[str]:
+def _check_keys(keys: list[Any], count: int | None, items: Any) -> list[str]:
     """Return the keys of `count` items; raise an error unless each item has a valid key of its own."""
     if count is None:
         raise ValueError(
@@ -262,18 +281,30 @@ def _check_keys(keys: list[Any], count: int | None) -> list[str]:
     if len(keys) != count:
         raise ValueError(f"{len(keys)} keys for {count} items, expected one key for each item")
     for number, key in enumerate(keys):
-        _check_key(key, number)
+        _check_key(key, number, items)
     for key, num_uses in Counter(keys).most_common(1):
         if num_uses > 1:
-            raise _repeated_key(key)
+            raise _repeated_key(key, items)
     return keys
 
 
-def _check_key(key: object, number: int) -> None:
+def _check_key(key: Any, number: int, items: Any = None) -> None:
     try:
         check_key(key)
     except InvalidKeyError as exc:
-        raise exc.at(f"item {number}") from None
+        where = f" in {items._places(key)}" if isinstance(items, TensorCache) and key in items else ""
+        raise exc.at(f"item {number}{where}") from None
+
+
+def _open_without_cache(paths: list[Any]) -> TensorCache:
+    """Open the shards in a list; raise ValueError if they have a cache."""
+    cache: TensorCache = open(paths)
+    if any(shard.has_cache for shard in cache._store.shards):
+        path = max(cache._store.shards, key=len).path
+        cache.close()
+        remedy = "pass tc.open(…) of the list, to make a new cache of their samples without their other members"
+        raise ValueError(f"{path} has a cache already; {remedy}")
+    return cache
 
 
 def _has_key(value: Any) -> bool:

@@ -171,10 +171,14 @@ class Columns:
             for number, other in present:
                 if (other.kind, other.dtype) != (first.kind, first.dtype):
                     are_texts = {getattr(one.dtype, "kind", "") for one in (first, other)} <= {"U", "S"}
+                    hint = _ABOUT_TEXTS * are_texts
+                    if layouts.chosen and name in layouts.chosen[0]:
+                        both = [layouts.chosen[at][name] for at in (present[0][0], number)]
+                        hint = f": choose= took {both[0]!r} and {both[1]!r}; give all alternatives of {name!r} one dtype{hint}"
                     raise BatchError(
                         f"tensor {name!r} is {first.kind} of {first.dtype} in sample {layouts.key(present[0][0])!r}, "
                         f"but {other.kind} of {other.dtype} in {layouts.key(number)!r}"
-                        f"{_ABOUT_TEXTS * are_texts}"
+                        f"{hint}"
                     )
             self.first.append(first)
         self.shapes = [first.shape for first in self.first]
