@@ -79,7 +79,6 @@ def _scanner(folder: SourceFolder, name: str) -> Scanner:
 
 def _split(member: str) -> tuple[str, str]:
     """Split the name of a member into key and suffix; the suffix is empty if the name has no dot."""
-    member = member.removeprefix("./")  # `tar -c .` puts it before each name
     return split_member(member) or (member, "")
 
 
