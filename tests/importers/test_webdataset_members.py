@@ -136,7 +136,7 @@ def test_files_patterns_and_lists(tmp_path: Path) -> None:
     assert (result["num_written"], result["fingerprint"]["source"]) == (2, [first, second])
 
 
-@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt", "pth"])
+@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt", "pth", "ckpt"])
 def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     raw = saved(Gadget()) if suffix.startswith("pt") else pickle.dumps({"x": 1, "y": Gadget()})
