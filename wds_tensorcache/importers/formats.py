@@ -24,6 +24,7 @@ from wds_tensorcache.importers.trainers import (
     ltx,
     musubi,
     nemo,
+    nemo_hidden_states,
     onetrainer,
     simpletuner,
 )
@@ -46,6 +47,7 @@ FORMATS: tuple[Format, ...] = tuple(
         mds,
         musubi,
         nemo,
+        nemo_hidden_states,
         onetrainer,
         simpletuner,
         webdataset_members,

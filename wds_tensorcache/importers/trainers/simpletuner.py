@@ -208,7 +208,7 @@ def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) 
     # Some models hash the path of the image in the folder of its backend, which may have been moved since.
     paths = dict.fromkeys([image.path, *("/".join(image.parts[at:]) for at in range(len(image.parts)))])
     keys = [key for path in paths for key in (path, f"{image.backend.id}:{path}")]
-    hashed = dict.fromkeys(map(_md5, keys), of_path)
+    hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys), of_path)
     hashed |= {_md5(f"{key}\0prompt\0{caption}"): caption for key in keys for caption in captions}
     return hashed | {_md5(caption): caption for caption in captions}
 
