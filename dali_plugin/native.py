@@ -171,7 +171,8 @@ class NativeReader(BatchSource):
                 at = bisect_left(begins, int(first_byte))
                 if at < len(begins) and begins[at] == int(first_byte):
                     row, shard = rows[at], self._shards[number]
-                    if suffix_after(shard.index.keys.raw(shard.sample_row(row)), name) is not None:
+                    key = shard.index.keys.raw(shard.sample_row(row))
+                    if name.startswith(key + b".") or suffix_after(key, name) is not None:
                         return self._starts[number] + row
         where = origin.decode(errors="replace")
         raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")

@@ -17,6 +17,7 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
+from tests.interop.other_python import tensor_samples
 from tests.same import assert_same
 
 
@@ -176,7 +177,7 @@ OLD_SIDECAR = (
 
 
 def test_an_older_index_with_leading_dots(tmp_path: Path) -> None:
-    """It is read as before; `verify` tells that it is stale, and `write_index` replaces it."""
+    """It is read, and its keys are those of a new index."""
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
         for suffix in ("skel.pyd", "safetensors"):
             path = Path(__file__).parent.parent / "golden" / "v1" / f"tensor.{suffix}"
@@ -185,10 +186,9 @@ def test_an_older_index_with_leading_dots(tmp_path: Path) -> None:
             with open(path, "rb") as file:
                 archive.addfile(member, file)
     (tmp_path / "a.tar.index").write_bytes(zlib.decompress(base64.b64decode(OLD_SIDECAR)))
-    with tc.open(tmp_path / "a.tar") as cache:
-        old = tc.realize(cache["./tensor"])
-    assert {fault.kind for fault in tc.verify(tmp_path / "a.tar").faults} == {"index"}
-    tc.write_index(tmp_path / "a.tar")
-    assert tc.verify(tmp_path / "a.tar").ok
-    with tc.open(tmp_path / "a.tar") as cache:
-        assert_same(old, tc.realize(cache["tensor"]))
+    for _ in range(2):
+        with tc.open(tmp_path / "a.tar") as cache:
+            assert list(cache.keys()) == ["tensor"]
+            assert_same(tensor_samples()["tensor"], tc.realize(cache["tensor"]))
+        assert tc.verify(tmp_path / "a.tar").ok
+        tc.write_index(tmp_path / "a.tar")

@@ -233,10 +233,9 @@ class _Places:
     def _header_of(self, at: int) -> int | None:
         """Return the offset of a member's first header; None if no header there names the member."""
         key, suffix, begin, nbytes = self._member_at(at)
-        listed = split_member(f"{key}.{suffix}")  # keys in older indexes may begin with `./`
         for raw, size, header_begin in names_of(self._file.read, begin, self._file.nbytes):
             split = split_member(raw.decode("utf-8", "surrogateescape"))
-            if size == nbytes and split is not None and (split[0], split[1].lower()) == listed:
+            if size == nbytes and split is not None and (split[0], split[1].lower()) == (key, suffix):
                 return header_begin
         return None
 

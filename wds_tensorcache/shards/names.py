@@ -186,10 +186,14 @@ def split_member(name: str) -> tuple[str, str] | None:
     return None if match is None else (match[1], match[2])
 
 
+def strip_dots(name: bytes) -> bytes:
+    """Return a name without a leading `./`, which `tar -c .` puts before each name."""
+    return _DOTS.sub(b"", name)
+
+
 def suffix_after(key: bytes, name: bytes) -> bytes | None:
     """Return the suffix in the name of a member of the sample `key`; None if it is a member of another sample."""
-    if not name.startswith(key + b"."):
-        key, name = _DOTS.sub(b"", key), _DOTS.sub(b"", name)  # keys in older indexes may begin with `./`, too
+    name = strip_dots(name)
     return name[len(key) + 1 :] if name.startswith(key + b".") else None
 
 
