@@ -26,7 +26,7 @@ from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, seems_current
-from wds_tensorcache.shards.names import dali_index_path
+from wds_tensorcache.shards.names import dali_index_path, suffix_after
 
 _PACKED = "packed"  # the output that contains the tensors' bytes
 _HOST = "packed_host"  # the same bytes on the CPU, for arrays of numpy, if the first output is on a GPU
@@ -171,7 +171,8 @@ class NativeReader(BatchSource):
                 at = bisect_left(begins, int(first_byte))
                 if at < len(begins) and begins[at] == int(first_byte):
                     row, shard = rows[at], self._shards[number]
-                    if name.startswith(shard.index.keys.raw(shard.sample_row(row)) + b"."):
+                    key = shard.index.keys.raw(shard.sample_row(row))
+                    if name.startswith(key + b".") or suffix_after(key, name) is not None:
                         return self._starts[number] + row
         where = origin.decode(errors="replace")
         raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")

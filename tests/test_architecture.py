@@ -189,7 +189,11 @@ HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
     "the path of DALI's index": (lambda node: getattr(node, "value", None) == ".idx", {"shards.names"}),
     "versions of DALI's index": (_has_text("v1.1", "v1.2"), {"shards.dali_index"}),
     "the path of a sidecar": (lambda node: getattr(node, "value", None) == ".index", {"shards.names"}),
-    "the name of the manifest": (lambda node: getattr(node, "value", None) == "manifest.json", {"shards.manifest"}),
+    "the name of the manifest": (
+        lambda node: getattr(node, "value", None) == "manifest.json",
+        # in the second, it is the name of another program's file
+        {"shards.manifest", "importers.trainers.nemo_hidden_states"},
+    ),
     "the keys of the manifest": (_has_text("nsamples", "filesize", "shardlist"), {"shards.manifest"}),
     "names of the two members": (
         lambda node: getattr(node, "value", None) in ("skel.pyd", "safetensors"),

@@ -78,9 +78,11 @@ def members_of(shard: bytes) -> tuple[list[tuple[str, dict[str, tuple[int, int]]
         name, nbytes = header[:100].rstrip(b"\0").decode("utf-8", "surrogateescape"), int(header[124:135], 8)
         begin, at = at + 512, at + 512 + nbytes + -nbytes % 512
         check(begin + nbytes <= len(shard), "1.1: cut short")
+        first = name.split("/")[0]
+        while name.startswith("./"):
+            name = name[2:]
         folder, _, last = name.rpartition("/")
         part, dot, suffix = last.partition(".")
-        first = name.split("/")[0]
         if not part or not dot or header[156:157] != b"0" or re.fullmatch("__.*__", first) or name in ("__", "___"):
             continue
         key = f"{folder}/{part}" if "/" in name else part

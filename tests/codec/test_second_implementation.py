@@ -172,6 +172,11 @@ MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
         True,
         dict.fromkeys(["a.", "__a.b", "d/__m__/a.b", "x y.z", "d.d/a.b", "../a.b"], b""),
     ),
+    "a tar of `tar -c .`": (
+        True,
+        dict.fromkeys(["./a.x", "./a.y", "././b.x", "./d/c.x", "./.d.x", "./__m__/e.x"], b""),
+    ),
+    "a key with and without ./": (False, {"./a.x": b"", "a.x": b""}),
     "suffixes in capitals": (True, dict(zip(["k.SKEL.pyd", "k.SafeTensors", "k.TXT"], (*BOUND, b""), strict=True))),
     "suffixes beyond ASCII": (True, dict.fromkeys(["k.Ä.TXT", "k.\u0130", "k.t\udcffXT", "k.\udcc3", "j.Σ"], b"")),
     "a key apart": (False, {"a.x": b"", "b.x": b"", "a.y": b""}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,21 @@ def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int)
             assert len(seen) - COUNT < world_size
         orders.append(seen)
     assert orders[0] != orders[1]
+
+
+def test_names_with_leading_dots(folder: Path, tmp_path: Path) -> None:
+    """A tar of `tar -c .` has `./` before each name, and keys do not."""
+    path = next(folder.glob("*.tar"))
+    with tarfile.open(path) as source, tarfile.open(tmp_path / "dotted.tar", "w") as archive:
+        for member in source:
+            content = source.extractfile(member)
+            member.name = f"./{member.name}"
+            archive.addfile(member, content)
+    with tc.open(path) as cache:
+        ids = [cache[i]["id"] for i in range(len(cache))]
+    assert [
+        i for batch, _ in reader(tmp_path / "dotted.tar", members=["bin"], last_batch="short") for i in batch["id"]
+    ] == ids
 
 
 def test_nothing_is_taken_from_another_device(folder: Path, cache: Any) -> None:

@@ -164,14 +164,33 @@ def test_old_pickles(tmp_path: Path) -> None:
     assert_same({"latents": LATENTS[1], "conditioning": CONDITIONING[1]}, found["shard_0001/000001"])
 
 
-def test_the_draft_layout(tmp_path: Path) -> None:
+def save_draft(folder: Path, name: str) -> None:
+    """Write a shard of the draft, with its skeleton in the file `name`."""
+    folder.mkdir(exist_ok=True)
+    safetensors.torch.save_file({"latents.0.samples": torch.ones(2)}, folder / "shard_0001.safetensors")
+    (folder / name).write_bytes(pickle.dumps({"latents": ["a placeholder"], "more": Hooks()}))
+
+
+@pytest.mark.parametrize("name", ["shard_0001.pkl", "shard_0001.skeleton.pkl"])
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_draft_layout(tmp_path: Path, name: str, trust: bool) -> None:
     """It is refused, and no pickle of it is read."""
     save_set(tmp_path / "in", LATENTS, CONDITIONING)
-    safetensors.torch.save_file({"latents.0.samples": torch.ones(2)}, tmp_path / "in" / "shard_0001.safetensors")
-    (tmp_path / "in" / "shard_0001.pkl").write_bytes(pickle.dumps({"latents": ["a placeholder"], "more": Hooks()}))
+    save_draft(tmp_path / "in", name)
     (tmp_path / "in" / "metadata.json").unlink()
-    with pytest.raises(tc.FormatError, match=r"shard_0001.pkl: has its tensors in a .safetensors file") as caught:
-        tc.import_cache(tmp_path / "in", tmp_path / "stopped")
+    with pytest.raises(tc.FormatError, match=rf"{name}: has its tensors in a .safetensors file") as caught:
+        tc.import_cache(tmp_path / "in", tmp_path / "stopped", trust=trust)
     assert "trust" not in str(caught.value)
-    found, report = imported(tmp_path / "in", tmp_path / "skipped", on_error="skip")
-    assert (len(found), [each.name for each in report.skipped]) == (2, ["shard_0001.pkl"])
+    found, report = imported(tmp_path / "in", tmp_path / "skipped", on_error="skip", trust=trust)
+    assert (len(found), [each.name for each in report.skipped]) == (2, [name])
+
+
+def test_a_set_of_the_draft_layout(tmp_path: Path) -> None:
+    """No format makes a sample of a whole shard."""
+    save_draft(tmp_path / "in", "shard_0001.skeleton.pkl")
+    (tmp_path / "in" / "metadata.json").write_text(json.dumps({"num_samples": 1, "num_shards": 1, "shard_size": 1000}))
+    for options in ({}, {"on_error": "skip"}, {"trust": True}, {"format": "files"}):
+        with pytest.raises(tc.FormatError, match=r"shard_0001.skeleton.pkl.*\.safetensors") as caught:
+            tc.import_cache(tmp_path / "in", tmp_path / "out", **options)  # type: ignore[arg-type]
+        assert "trust" not in str(caught.value)
+    assert not (tmp_path / "out").exists()

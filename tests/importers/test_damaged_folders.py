@@ -18,6 +18,7 @@ from tests.importers import test_fastvideo as fastvideo
 from tests.importers import test_kohya as kohya
 from tests.importers import test_lightningdit as lightningdit
 from tests.importers import test_musubi as musubi
+from tests.importers import test_nemo_hidden_states as nemo_hidden_states
 from tests.importers.folders import imported
 from tests.same import assert_same
 
@@ -54,6 +55,11 @@ def write_lightningdit(folder: Path) -> None:
         lightningdit.save(folder / lightningdit.NAME.format(0, shard), lightningdit.rows_of(3))
 
 
+def write_nemo_hidden_states(folder: Path) -> None:
+    for name in "ab":
+        nemo_hidden_states.write_cache(folder / name, 4)
+
+
 def write_diffusion_pipe(folder: Path) -> None:
     for name in "ab":
         items = [diffusion_pipe.latent_item(f"/{i}.png", ["x"], 2) for i in range(3)]
@@ -74,6 +80,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "edm2": (write_edm2, "a*"),
     "fastvideo": (write_fastvideo, "a*"),
     "lightningdit": (write_lightningdit, "*shard000*"),
+    "nemo-hidden-states": (write_nemo_hidden_states, "a/*"),
     "diffusion-pipe": (write_diffusion_pipe, "a/latents/*"),
 }
 
@@ -108,7 +115,7 @@ def num_bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-@pytest.mark.parametrize("name", ["comfyui", "edm2", "lightningdit"])
+@pytest.mark.parametrize("name", ["comfyui", "edm2", "lightningdit", "nemo-hidden-states"])
 def test_large_files_are_read_by_position(tmp_path: Path, name: str) -> None:
     """A file of many samples may be larger than memory."""
     folder = tmp_path / "in"
@@ -116,6 +123,8 @@ def test_large_files_are_read_by_position(tmp_path: Path, name: str) -> None:
         comfyui.save_set(folder, *comfyui.make_set(300))
     elif name == "edm2":
         edm2.write_zip(folder / "a.zip", edm2.files_of(edm2.moments_of(300), None))
+    elif name == "nemo-hidden-states":
+        nemo_hidden_states.write_cache(folder, 300, shard_size=300)
     else:
         lightningdit.save(folder / lightningdit.NAME.format(0, 0), lightningdit.rows_of(300))
     tc.import_cache(folder, tmp_path / "first", num_workers=1)  # imports modules

@@ -14,7 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
-from tests.importers.folders import Gadget, imported
+from tests.importers.folders import Gadget, assert_left_out, imported
 from tests.same import assert_same
 
 
@@ -110,17 +110,54 @@ def test_arrays_as_large_as_memory_maps(folder: Path, tmp_path: Path, order: str
     assert (found[-1, -1], found.count_nonzero()) == (3, 1000)
 
 
-def test_single_texts_in_npz_become_str(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [str, object])
+def test_single_texts_in_npz_become_str(folder: Path, tmp_path: Path, dtype: type) -> None:
     """As arrays, texts of different lengths have different dtypes, and could not form a batch."""
     prompts = ["a cat", "two \U0001f408", ""]
     for i, prompt in enumerate(prompts):
-        np.savez(folder / f"{i}.npz", x=np.ones(2, np.float16), prompt=np.array(prompt), tags=np.array(["a", "b"]))
-    found, _ = imported(folder, tmp_path / "out")
+        texts = {"prompt": np.array(prompt, dtype), "tags": np.array(["a", "b"])}
+        np.savez(folder / f"{i}.npz", x=np.ones(2, np.float16), **texts)
+    if dtype is object:
+        with pytest.raises(tc.FormatError, match=r"0.npz: array 'prompt': .* --trust"):
+            tc.import_cache(folder, tmp_path / "stopped")
+    found, _ = imported(folder, tmp_path / "out", trust=dtype is object)
     assert [sample["prompt"] for sample in found.values()] == prompts
     assert isinstance(found["0"]["prompt"], str)
     assert_same(np.array(["a", "b"]), found["0"]["tags"])
     with tc.open(tmp_path / "out") as cache:
         assert cache.read_batch([0, 1, 2])["prompt"] == prompts
+
+
+def test_single_texts_in_other_files_become_str(folder: Path, tmp_path: Path) -> None:
+    np.save(folder / "a.npy", np.array("a cat"))
+    (folder / "b.pkl").write_bytes(pickle.dumps({"prompt": np.array("a cat")}))
+    assert imported(folder, tmp_path / "out")[0] == {"a": "a cat", "b": {"prompt": "a cat"}}
+
+
+def test_hidden_states_of_eagle(folder: Path, tmp_path: Path) -> None:
+    """EAGLE writes a `.ckpt` file of `torch.save` for each conversation, into a folder for each GPU."""
+    expected = {}
+    for gpu, number, length in ((0, 0, 5), (0, 1, 3), (1, 0, 4)):
+        batch = torch.randn(1, length, 8).bfloat16()
+        data = {"input_ids": torch.arange(length), "hidden_state": batch[0], "loss_mask": torch.ones(length).long()}
+        path = folder / f"sharegpt_{gpu}_mufp16" / str(gpu) / f"data_{number}.ckpt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(data, path)
+        expected[str(path.relative_to(folder))[: -len(".ckpt")]] = data
+    found, report = imported(folder, tmp_path / "out")
+    assert (report.format, report.ok) == ("files", True)
+    assert_same(expected, found)
+    torch.save({"input_ids": Gadget()}, folder / "bad.ckpt")
+    with pytest.raises(tc.FormatError, match=r"bad.ckpt.* --trust"):
+        tc.import_cache(folder, tmp_path / "stopped")
+
+
+def test_a_structure_beside_the_tensors_of_many_samples(folder: Path, tmp_path: Path) -> None:
+    """A file of tensors whose structure is a pickle beside it is no sample."""
+    for name in ("train", "good"):
+        safetensors.torch.save_file({"0.x": torch.ones(2), "1.x": torch.ones(2)}, folder / f"{name}.safetensors")
+    (folder / "train.skeleton.pkl").write_bytes(pickle.dumps([{"x": "0.x"}, {"x": "1.x"}]))
+    assert_left_out(folder, "train.skeleton.pkl", "has the structure of the tensors in train.safetensors", ["good"])
 
 
 @pytest.mark.parametrize("value", [np.array([None]), np.array([{"x": 1}], object)], ids=["none", "dict"])

@@ -9,7 +9,8 @@ import pickle
 import struct
 import zipfile
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from tests.cli.command import json_of
+from tests.cli.command import json_of, run
 from tests.importers.folders import Gadget, imported, write_tar
 
 
@@ -158,27 +159,96 @@ def test_links(tmp_path: Path) -> None:
         (tmp_path / "in" / "many" / str(number)).mkdir(parents=True)
         for other in range(12):
             (tmp_path / "in" / "many" / str(number) / f"to {other}").symlink_to(f"../{other}")
-    with pytest.raises(tc.FormatError, match="is a link out of the folder"):
+    with pytest.raises(tc.FormatError, match="all: is a link out of the folder, as is 1 more; .* `cp -rL`"):
         tc.import_cache(tmp_path / "in", tmp_path / "stopped")
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert {each.name for each in report.skipped} == {"all", "itself.npy", "none.npy", "secret.npy"}
     assert set(found) == {*expected, "same"}
 
 
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("../secret.npy", r"0.npy: is a link out of the folder, as are 2 more; .* import a copy made by `cp -rL`"),
+        ("nowhere.npy", r"0.npy: is a link to no file, as are 2 more; restore the file"),
+    ],
+)
+@pytest.mark.parametrize(("options", "error"), [({}, ValueError), ({"format": "files"}, tc.FormatError)])
+def test_only_links_that_are_not_followed(
+    tmp_path: Path, options: dict[str, str], error: type[Exception], target: str, message: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret.npy").write_bytes(ARRAY)
+    for number in range(3):
+        (tmp_path / "in" / f"{number}.npy").symlink_to(target)
+    for on_error in ("stop", "skip"):
+        with pytest.raises(error, match=message):
+            tc.import_cache(tmp_path / "in", tmp_path / "out", on_error=on_error, **options)
+
+
+def save_to_hub(repository: Path, files: dict[str, bytes]) -> Path:
+    """Write files as the Hub's client stores a snapshot, with links to blobs; return the snapshot."""
+    snapshot, blobs = repository / "snapshots" / "5f1e", repository / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        blob = blobs / sha256(content).hexdigest()
+        blob.write_bytes(content)
+        blob.chmod(0o444)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(os.path.relpath(blob, (snapshot / name).parent))
+    return snapshot
+
+
 def test_links_of_the_hub(tmp_path: Path) -> None:
     """The Hub's cache has links to blobs of the same repository; links to another repository are refused."""
-    snapshot, blobs, others = (
-        tmp_path / name for name in ("models--a/snapshots/1", "models--a/blobs", "models--b/blobs")
-    )
-    for folder in (snapshot, blobs, others):
-        folder.mkdir(parents=True)
-    for folder in (blobs, others):
-        (folder / "0f3c").write_bytes(ARRAY)
-    (snapshot / "a.npy").symlink_to("../../blobs/0f3c")
-    assert list(imported(snapshot, tmp_path / "out")[0]) == ["a"]
-    (snapshot / "b.npy").symlink_to("../../../models--b/blobs/0f3c")
-    with pytest.raises(tc.FormatError, match=r"b.npy: is a link out of the folder"):
+    names = ["a.npy", "deep/er/b.npy"]
+    snapshot = save_to_hub(tmp_path / "datasets--a--b", dict.fromkeys(names, ARRAY))
+    for folder, expected in ((snapshot, ["a", "deep/er/b"]), (snapshot / "deep", ["er/b"])):
+        found, report = imported(folder, tmp_path / folder.name)
+        assert (list(found), report.ok) == (expected, True)
+    other = save_to_hub(tmp_path / "datasets--a--c", {"x.npy": ARRAY}) / "x.npy"
+    (snapshot / "c.npy").symlink_to(other.resolve())
+    with pytest.raises(tc.FormatError, match=r"c.npy: is a link out of the folder"):
         tc.import_cache(snapshot, tmp_path / "stopped")
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """Reading a snapshot of a cache needs no copy; what replaces a file of it replaces the link, not the blob."""
+    with tc.ShardWriter(tmp_path / "cache", max_samples=2) as sink:
+        for number in range(5):
+            sink.write(f"{number}", {"x": torch.full((3,), number)})
+    tc.write_index(tmp_path / "cache" / "000001.tar")  # a sidecar
+    files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir() if path.name[0] != "."}
+    snapshot = save_to_hub(tmp_path / "datasets--a--b", files)
+
+    def identities() -> dict[str, tuple[int, int, bytes]]:
+        blobs = (snapshot / "../../blobs").iterdir()
+        return {blob.name: (blob.stat().st_ino, blob.stat().st_mtime_ns, blob.read_bytes()) for blob in blobs}
+
+    before = identities()
+    with tc.open(snapshot) as cache:
+        keys = list(cache.keys())
+        assert cache.read_batch([4, 0])["x"][:, 0].tolist() == [4, 0]
+    assert tc.verify(snapshot).ok
+    changes: list[Callable[[], object]] = [
+        lambda: tc.write_index(snapshot / "000000.tar"),
+        lambda: tc.write_index(snapshot / "000001.tar"),
+        lambda: run("index", snapshot),
+        lambda: tc.drop(snapshot, tmp_path / "dropped", keys=["0"]),
+        lambda: tc.merge([snapshot], tmp_path / "merged"),
+        lambda: tc.repair(snapshot, tmp_path / "repaired"),
+        lambda: run("export", snapshot, tmp_path / "exported", "--as", "npz"),
+        lambda: tc.ShardWriter(snapshot, resume=True, max_samples=2).close(),
+    ]
+    for change in changes:
+        change()
+        assert identities() == before
+        with tc.open(snapshot) as cache:
+            assert list(cache.keys()) == keys
+    assert (snapshot / "000000.tar").is_symlink()
+    with tc.ShardWriter(snapshot, overwrite=True) as sink:
+        sink.write("new", {"x": torch.zeros(3)})
+    assert identities() == before
 
 
 def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:

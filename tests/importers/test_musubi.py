@@ -292,3 +292,64 @@ def test_wrong_contents(
     save(tmp_path / "in" / "a_0512x0512_wan.safetensors", tensors, "wan", **metadata)
     save_image(tmp_path / "in", "b", "wan")
     assert_left_out(tmp_path / "in", "a_0512x0512_wan.safetensors", message, "b")
+
+
+def save_audio(folder: Path, stem: str, length: int, arch: str = "ltx2") -> dict[str, torch.Tensor]:
+    """Write the sound of a video as forks for LTX-2 do; return its tensors by the names that they must get."""
+    latents, lengths = torch.randn(8, length, 16).bfloat16(), torch.tensor(length - 1, dtype=I32)
+    tensors = {f"audio_latents_{length}x16x8_bfloat16": latents, "audio_lengths_int32": lengths}
+    save(folder / f"{stem}_{arch}_audio.safetensors", tensors, "ltx2_v1")
+    return {"audio_latents": latents, "audio_lengths": lengths}
+
+
+def test_sounds_of_videos(tmp_path: Path) -> None:
+    """A sound belongs to the latents of the same part and size, and its name does not depend on its length."""
+    folder, expected = tmp_path / "in", {}
+    for i, stem in enumerate(["a", "b_audio", "c_00000-025", "c_00025-025"]):
+        latents = random_tensor(BF16, (128, 2, 3, 4))
+        size = (512, 512 + i)
+        name = f"{stem}_0512x{512 + i:04d}"
+        save(
+            folder / f"{name}_ltx2.safetensors",
+            {"latents_2x3x4_bfloat16": latents},
+            "ltx2_v1",
+            width="512",
+            height=f"{512 + i}",
+        )
+        expected[stem] = {"latents": latents, **save_audio(folder, name, 10 + i), "original_size": size}
+    expected["alone"] = save_audio(folder, "alone_0001x0001", 20)
+    expected["unsized_x"] = save_audio(folder, "unsized_x", 30)
+    for stem in ("a", "b_audio", "c", "alone", "unsized_x"):
+        states = {"video_prompt_embeds_bfloat16": random_tensor(BF16, (4, 8)), "prompt_attention_mask": torch.ones(4)}
+        save(folder / f"{stem}_ltx2_te.safetensors", states, "ltx2_v1", caption1=stem)
+        text = {"video_prompt_embeds": states["video_prompt_embeds_bfloat16"], "prompt_attention_mask": torch.ones(4)}
+        for name in (name for name in expected if name.startswith(stem)):
+            expected[name] |= {"text": text, "caption": stem}
+    for sample in expected.values():
+        sample.setdefault("original_size", None)
+    found, report = imported(folder, tmp_path / "out")
+    assert (report.format, report.ok) == ("musubi", True)
+    assert_samples(expected, {name: {"original_size": None, **sample} for name, sample in found.items()})
+    assert report.fingerprint["keys"][:2] == ["audio_latents_FxHxW_dtype", "audio_lengths_dtype"]
+
+
+def test_sounds_without_a_size(tmp_path: Path) -> None:
+    """A fork for ACE-Step names files of latents without a size, and stores 0 as width and height."""
+    folder, expected = tmp_path / "in", {}
+    for i, stem in enumerate(["song", "my_song", "b_te"]):
+        latents, context = torch.randn(750 + i, 64).bfloat16(), torch.randn(750 + i, 128).bfloat16()
+        mask, states = torch.ones(750 + i), torch.randn(9, 8).bfloat16()
+        tensors = {
+            f"latents_{750 + i}x64_bfloat16": latents,
+            "attention_mask": mask,
+            f"latents_context_{750 + i}x128_bfloat16": context,
+        }
+        save(folder / f"{stem}_as.safetensors", tensors, "acestep", width="0", height="0")
+        texts = {"encoder_hidden_states_bfloat16": states, "encoder_attention_mask": torch.ones(9)}
+        save(folder / f"{stem}_as_te.safetensors", texts, "acestep", caption1=stem)
+        text = {"encoder_hidden_states": states, "encoder_attention_mask": torch.ones(9)}
+        expected[stem] = {"latents": latents, "latents_context": context, "attention_mask": mask}
+        expected[stem] |= {"text": text, "caption": stem}
+    found, report = imported(folder, tmp_path / "out")
+    assert (report.format, report.ok) == ("musubi", True)
+    assert_samples(expected, found)

@@ -157,6 +157,21 @@ def test_captions_in_settings_names_and_hashes_of_paths(tmp_path: Path) -> None:
         assert caption in found[f"vae/{stem}"]["caption"]
 
 
+@pytest.mark.parametrize(("caption", "expected"), [(None, [""]), ("", [""]), ("\n", [""]), ("a cat", [None])])
+def test_empty_captions_by_path(tmp_path: Path, caption: str | None, expected: list[str | None]) -> None:
+    """Models that hash the path add the caption to it, unless it is empty; older versions never added it."""
+    root, states = tmp_path / "in", text_embeds(0)
+    save(states, root / "text" / text_name("set:/data/a.png"))
+    save(torch.randn(4, 8, 8), root / "vae" / vae_name("/data/a.png"))
+    write_backend(root, "set", {"/data/a.png": metadata(0)})
+    if caption is not None:
+        (root / "a.txt").write_text(caption)
+    found, report = imported(root, tmp_path / "out")
+    assert report.ok
+    assert found["vae/a"]["caption"] == expected
+    assert_same([states], found["vae/a"]["text"])
+
+
 @pytest.mark.parametrize("hashed", [True, False])
 def test_paths_of_windows_and_names_without_hashes(tmp_path: Path, hashed: bool) -> None:
     """`hash_filenames` is an option of older versions."""

@@ -136,10 +136,10 @@ def test_files_patterns_and_lists(tmp_path: Path) -> None:
     assert (result["num_written"], result["fingerprint"]["source"]) == (2, [first, second])
 
 
-@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt", "pth"])
+@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt", "pth", "ckpt"])
 def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    raw = saved(Gadget()) if suffix.startswith("pt") else pickle.dumps({"x": 1, "y": Gadget()})
+    raw = saved(Gadget()) if suffix in ("pt", "pth", "ckpt") else pickle.dumps({"x": 1, "y": Gadget()})
     write(tmp_path / "in" / "a.tar", {"good": {"npy": np.ones(3)}, "k": {suffix: raw}})
     with pytest.raises(tc.UnsafeSkeletonError, match=r"a.tar: sample 'k'.*system.*--trust"):
         tc.import_cache("in", "stopped")

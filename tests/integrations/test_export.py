@@ -234,7 +234,7 @@ def test_names_that_are_no_file_names(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["cache", "parent"]
 
 
-KEYS = ["../up", "a/../../b", "x" * 300, "new\nline", "esc\x1b[31m", "./up", "a//b", "/".join(["deep"] * 300)]
+KEYS = ["../up", "a/../../b", "x" * 300, "new\nline", "esc\x1b[31m", "in/./up", "a//b", "/".join(["deep"] * 300)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

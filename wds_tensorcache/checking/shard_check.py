@@ -197,9 +197,11 @@ def _samples(checked: Checked, file: ShardFile, ahead: ReadAhead) -> Iterator[_S
             if split is None:
                 append_range(checked.ranges, file.path, first, end, header)
                 continue
-            if sample is not None:
-                yield sample
-            sample, suffix, stem = _Sample(split[0], first), split[1].lower(), f"{split[0]}."
+            if sample is None or sample.key != split[0]:
+                if sample is not None:
+                    yield sample
+                sample = _Sample(split[0], first)
+            suffix, stem = split[1].lower(), name[: len(name) - len(split[1])]
         member = _read(ahead, suffix, begin, nbytes)
         if sample.members.setdefault(suffix, member) is not member:
             sample.faults.append((first, f"member {name!r:.100} occurs twice", "duplicate"))

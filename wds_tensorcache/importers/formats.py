@@ -24,6 +24,7 @@ from wds_tensorcache.importers.trainers import (
     ltx,
     musubi,
     nemo,
+    nemo_hidden_states,
     onetrainer,
     simpletuner,
 )
@@ -46,6 +47,7 @@ FORMATS: tuple[Format, ...] = tuple(
         mds,
         musubi,
         nemo,
+        nemo_hidden_states,
         onetrainer,
         simpletuner,
         webdataset_members,
@@ -82,9 +84,11 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
             f"{folder.path} is a cache already: {shard} is one of its shards. tc.open reads it, `tensorcache merge` copies its "
             "samples and those of other caches into one cache, and `tensorcache reshard` into shards of another length"
         )
-    raise ValueError(
-        f"{folder.path}: no file, of {len(folder.names):,}, belongs to a known format; --list-formats lists the formats"
+    problem, fault = (
+        f"{folder.path}: no file, of {len(folder.names):,}, belongs to a known format",
+        folder.first_fault(),
     )
+    raise ValueError(f"{problem}; {fault or '--list-formats lists the formats'}")
 
 
 def _recognize(form: Format, folder: SourceFolder) -> int:

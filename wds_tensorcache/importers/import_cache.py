@@ -100,7 +100,7 @@ def import_cache(
     keys = _keys_of(opened, folder, chosen.name)
     if bad and on_error == "stop":
         name, what = next(iter(bad.items()))
-        raise FormatError(what).at(name)
+        raise (None if opened.bad else folder.first_fault()) or FormatError(what).at(name)
     changes: dict[str, Any] = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     complete = {**_finite(opened.provenance), "format": chosen.name, SOURCE: origin}
     complete |= {name: value for name, value in changes.items() if value} | dict(fingerprint or {})
@@ -210,9 +210,11 @@ def _finite(value: Any) -> Any:
 def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:
     """Return the keys of all samples. A key with a hash also carries the name of its sample."""
     if not source.samples:
-        what = f"{folder.path} has no samples of the format {name!r}"
+        what, fault = f"{folder.path} has no samples of the format {name!r}", folder.first_fault()
         if source.bad:
             raise FormatError("{}; {}: {}".format(what, *next(iter(source.bad.items()))))
+        if fault is not None:
+            raise FormatError(f"{what}; {fault}")
         raise ValueError(what)
     keys = []
     for sample in source.samples:

@@ -58,21 +58,14 @@ def naming(name: str) -> Iterator[None]:
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the arrays of an `.npz` file by name, converted by `as_tensor`, and single texts as str.
-
-    Objects are unpickled only in trusted files.
-    """
+    """Return the arrays of an `.npz` file by name, converted by `as_tensor`; unpickle objects only in a trusted file."""
     with naming(name), folder.open(name) as file:
         files = arrays.list_zip(file)
         begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
         # Hazard: some processors copy eight times as slowly into memory that begins 1 to 15 bytes after a page.
         raw = folder.view_open(file, name, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
         parsed = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
-        # The dtype of a text has its length, so texts as arrays cannot form a batch.
-        return {
-            key: array.item() if array.dtype.kind == "U" and not array.ndim else as_tensor(array)
-            for key, array in parsed.items()
-        }
+        return {key: as_tensor(array) for key, array in parsed.items()}
 
 
 def list_npz(folder: SourceFolder, name: str) -> list[str]:
@@ -237,13 +230,16 @@ def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) ->
 def as_tensor(array: np.ndarray[Any, Any]) -> Any:
     """Return a tensor with the values of an array. If torch lacks the dtype, for example for texts, return an array.
 
-    An array of objects, which only a trusted file may contain, becomes nested lists, or its only object.
+    A single text `[]` becomes a str. An array of objects, which only a trusted file may contain, becomes nested lists, or its
+    only object if its shape is `[]`.
 
     Memory: aliases a large array that torch can use as it is. Otherwise the values are copied. The memory of a large copy is
     recycled when the last reference is gone.
     """
     if array.dtype.hasobject:
         return tensors_of(array.tolist())
+    if array.dtype.kind == "U" and not array.ndim:
+        return array.item()  # the dtype of a text has its length, so texts as arrays cannot form a batch
     flags, dtype = array.flags, array.dtype.newbyteorder("=")
     if array.nbytes < RECYCLED:
         ready = np.empty(array.shape, dtype)

@@ -20,6 +20,11 @@ from wds_tensorcache.storage.system import SHORTAGES
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 RECYCLED = 1 << 16  # smaller contents and arrays get ordinary memory
 _MAX_JSON_NBYTES = 1 << 30
+_OUT, _NOWHERE = "is a link out of the folder", "is a link to no file"
+_REMEDIES = {
+    _OUT: "; only links in the folder, and to blobs of the same Hub repository, are followed: import a copy made by `cp -rL`",
+    _NOWHERE: "; restore the file, or delete the link",
+}
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
 
@@ -76,9 +81,9 @@ class SourceFolder:
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(f"{name}/")
                         elif entry.is_symlink() and not os.path.exists(entry.path):
-                            self.faults[name] = "is a link to no file"
+                            self.faults[name] = _NOWHERE
                         elif entry.is_symlink() and not f"{os.path.realpath(entry.path)}/".startswith(roots):
-                            self.faults[name] = "is a link out of the folder"
+                            self.faults[name] = _OUT
                         elif entry.is_file() and not entry.name.startswith(_APPLE_DOUBLE):
                             self.names.append(name)
                         elif not entry.is_dir():
@@ -89,6 +94,16 @@ class SourceFolder:
                 self.faults[prefix[:-1]] = f"is a folder that cannot be read: {exc.strerror or exc}"
         self.names.sort()
         self.ignored.sort()
+
+    def first_fault(self) -> FormatError | None:
+        """Return an error for the first of `faults`, with the number of equal faults and the remedy; None without faults."""
+        if not self.faults:
+            return None
+        name = min(self.faults)
+        what = self.faults[name]
+        num_more = sum(other == what for other in self.faults.values()) - 1
+        more = f", as {'is' if num_more == 1 else 'are'} {num_more:,} more" if num_more else ""
+        return FormatError(f"{what}{more}{_REMEDIES.get(what, '')}").at(name)
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:

@@ -39,7 +39,8 @@ def parse_npy(content: Any, trust: bool = False) -> Array:
         return np.lib.format.read_array(io.BytesIO(content), allow_pickle=True)
     if dtype.hasobject:
         raise FormatError(
-            f"an array of {dtype} contains pickled objects, which run only if you trust the file; store plain arrays"
+            f"an array of {dtype} contains pickled objects, which may run code; store plain arrays, or import the file with "
+            "--trust (trust=True) if you trust it"
         )
     count = math.prod(shape)
     if min(shape, default=0) < 0 or begin + count * dtype.itemsize > len(content) or (count and not dtype.itemsize):

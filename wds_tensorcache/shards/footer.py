@@ -162,7 +162,8 @@ def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as exc:
         raise FormatError(f"the index is incomplete or malformed: {exc!r}", kind="index") from exc
     index.check()
-    return index
+    keys = index.keys.without_dots()
+    return index if keys is index.keys else dataclasses.replace(index, keys=keys)
 
 
 def _assemble(arrays: dict[str, Any], end: int) -> ShardIndex:

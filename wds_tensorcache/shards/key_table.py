@@ -5,17 +5,17 @@ from __future__ import annotations
 import secrets
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import lt, mul
 from struct import unpack
 from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.shards.names import older_key
+from wds_tensorcache.shards.names import older_key, strip_dots
 
 Array = np.ndarray[Any, Any]
 _SECRET = secrets.randbits(128)
@@ -34,6 +34,16 @@ class Keys:
 
     text: Array
     ends: Array
+
+    @classmethod
+    def of(cls, raws: Sequence[bytes]) -> Keys:
+        return cls(np.frombuffer(b"".join(raws), np.uint8), np.array([*accumulate(map(len, raws))], np.uint64))
+
+    def without_dots(self) -> Keys:
+        """Return the keys without a leading `./`, which an older index has for all samples of a tar of `tar -c .`."""
+        if not len(self) or not self.raw(0).startswith(b"./"):
+            return self
+        return Keys.of([strip_dots(raw) for raw in self.raws()])
 
     def __len__(self) -> int:
         return len(self.ends)

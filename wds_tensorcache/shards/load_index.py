@@ -10,7 +10,7 @@ from typing import TypeVar
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.names import sidecar_path
+from wds_tensorcache.shards.names import sidecar_path, suffix_after
 from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
 from wds_tensorcache.storage.files import File, ShardFile
 
@@ -119,4 +119,5 @@ def check_sidecar(index: ShardIndex, file: File) -> None:
 
 def _is_member(name: bytes, key: bytes, suffix: str) -> bool:
     # other writers may write suffixes in capitals
-    return name.startswith(key + b".") and name[len(key) + 1 :].decode("utf-8", "surrogateescape").lower() == suffix
+    stored = suffix_after(key, name)
+    return stored is not None and stored.decode("utf-8", "surrogateescape").lower() == suffix

@@ -25,7 +25,9 @@ DALI_SUFFIX = ".idx"
 MAX_MEMBER_NBYTES = 100
 _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
-_KEY_AND_SUFFIX = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)  # splits names as webdataset does
+# splits names as webdataset does, but without the `./` that `tar -c .` puts before each name
+_KEY_AND_SUFFIX = re.compile(r"(?:\./)*((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
+_DOTS = re.compile(rb"\A(?:\./)+")
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SAFE_LENGTH = MAX_MEMBER_NBYTES - len("." + TENSORS)
 _HASHED_LENGTH = 80  # as in all versions: a resumed build or import must find the keys that an earlier version made
@@ -182,6 +184,17 @@ def split_member(name: str) -> tuple[str, str] | None:
     """Return the key and the suffix in a member's name; None if the member belongs to no sample."""
     match = _KEY_AND_SUFFIX.fullmatch(name)
     return None if match is None else (match[1], match[2])
+
+
+def strip_dots(name: bytes) -> bytes:
+    """Return a name without a leading `./`, which `tar -c .` puts before each name."""
+    return _DOTS.sub(b"", name)
+
+
+def suffix_after(key: bytes, name: bytes) -> bytes | None:
+    """Return the suffix in the name of a member of the sample `key`; None if it is a member of another sample."""
+    name = strip_dots(name)
+    return name[len(key) + 1 :] if name.startswith(key + b".") else None
 
 
 def cache_name(name: str) -> str:

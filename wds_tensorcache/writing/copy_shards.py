@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,7 @@ class OldShard:
             check_key(self.prefix + key)
             check_suffixes(self.prefix + key, suffixes)
             raws.append((self.prefix + key).encode())
-        return Keys(np.frombuffer(b"".join(raws), np.uint8), np.array([*accumulate(map(len, raws))], np.uint64))
+        return Keys.of(raws)
 
     @cached_property
     def members(self) -> MemberTable:

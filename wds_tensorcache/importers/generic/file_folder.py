@@ -1,4 +1,7 @@
-"""Folders of `.npz`, `.npy`, `.pt`, `.pth`, `.pkl`, `.pickle` and `.safetensors` files: a sample for each path without suffix.
+"""Folders of `.npz`, `.npy`, `.safetensors` and pickled files: a sample for each path without suffix.
+
+Pickled files are `.pt`, `.pth` and `.ckpt` files of `torch.save`, such as the hidden states that EAGLE caches, and `.pkl` and
+`.pickle` files.
 
     a/photo.npz                           ->  a/photo: the arrays by name
     a/photo.npy, a/photo.json             ->  a/photo: the array, with the member `json`
@@ -36,6 +39,7 @@ from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_met
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, split_member
 
 _LOADERS: dict[str, Any] = {
+    ".ckpt": load_torch,
     ".npy": load_npy,
     ".npz": load_npz,
     ".pickle": load_pickle,
@@ -46,6 +50,7 @@ _LOADERS: dict[str, Any] = {
 }
 _MAX_TEXT = 1 << 26  # bytes of a file of text
 _TEXTS = (".caption", ".json", ".txt")
+_SKELETON = ".skeleton.pkl"
 
 
 def _recognize(folder: SourceFolder) -> int:
@@ -56,6 +61,14 @@ def _open(folder: SourceFolder) -> Source:
     """Find the samples: files that differ only in their suffix make one sample."""
     extracted = _find_extracted(folder)
     used = {name for files in extracted.values() for name in files.values()}
+    bad = {}
+    for name in folder.by_suffix.get(".pkl", ()):
+        tensors = f"{name.removesuffix(_SKELETON)}.safetensors"
+        if name.endswith(_SKELETON) and tensors in folder:
+            bad[name] = (
+                f"has the structure of the tensors in {tensors}, probably of many samples; save each sample by itself"
+            )
+            used |= {name, tensors}
     stems: dict[str, list[str]] = {}
     texts: dict[str, list[str]] = {}
     for suffixes, names_of in ((_LOADERS, stems), (_TEXTS, texts)):
@@ -69,7 +82,7 @@ def _open(folder: SourceFolder) -> Source:
     for key, files in extracted.items():
         load = partial(_load_extracted, folder, files)
         samples.append(SourceSample(key, tuple(files.values()), load, key))
-    return Source(sorted(samples, key=lambda sample: sample.name))
+    return Source(sorted(samples, key=lambda sample: sample.name), bad=bad)
 
 
 def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
@@ -113,7 +126,7 @@ def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several:
 
 FORMAT = Format(
     "files",
-    "folders of .npy, .npz, .pt, .pth, .pkl and .safetensors files, one sample for each stem; extracted shards",
+    "folders of .npy, .npz, .pt, .pth, .ckpt, .pkl and .safetensors files, one sample for each stem; extracted shards",
     _recognize,
     _open,
     True,

@@ -1,4 +1,6 @@
-"""WebDataset shards with pickled or numpy members: `.pyd`, `.pickle`, `.pkl`, `.pt`, `.pth`, `.npy`, `.npz`, `.ten`, `.tb`.
+"""WebDataset shards with members of numpy, torch or pickle.
+
+These are `.npy`, `.npz`, `.pt`, `.pth`, `.ckpt`, `.pyd`, `.pickle`, `.pkl`, `.ten` and `.tb` members.
 
 Each sample of the tars becomes a sample with the same key. Keys that `tc.safe_key` made, as in tars of `tensorcache export`,
 stay the same, too. If two tars contain the same key, all keys begin with the path of the tar. The members with tensors are
@@ -12,7 +14,7 @@ The key of a member ends at the first dot, as in webdataset: `1.0.npy` and `1.5.
 sample, `1`. The report has a note about members whose names begin with a digit or contain a space before the suffix.
 
 All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. If the files are
-not trusted, pickles, `.pt` and `.pth` members may contain only tensors, arrays of numbers or texts, and plain values.
+not trusted, pickles, `.pt`, `.pth` and `.ckpt` members may contain only tensors, arrays of numbers or texts, and plain values.
 
 Symbolic and hard links in a tar are not followed, but reported.
 
@@ -36,7 +38,7 @@ from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
 
-_PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth"})
+_PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt"})
 _DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
 _NUM_NAMED = 3  # members in a note
@@ -79,7 +81,6 @@ def _scanner(folder: SourceFolder, name: str) -> Scanner:
 
 def _split(member: str) -> tuple[str, str]:
     """Split the name of a member into key and suffix; the suffix is empty if the name has no dot."""
-    member = member.removeprefix("./")  # `tar -c .` puts it before each name
     return split_member(member) or (member, "")
 
 
@@ -182,7 +183,7 @@ def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
 
 FORMAT = Format(
     "webdataset",
-    "WebDataset tars with .pyd, .pickle, .pkl, .pt, .pth, .npy, .npz and .ten members; other members stay as they are",
+    "WebDataset tars with .pyd, .pickle, .pkl, .pt, .pth, .ckpt, .npy, .npz and .ten members; other members stay as they are",
     _recognize,
     _open,
     True,

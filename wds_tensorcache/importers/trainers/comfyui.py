@@ -18,8 +18,8 @@ such as hooks, needs `--trust` and an installed ComfyUI, and is read as a whole.
 A `metadata.json` that lists another number of samples is reported. The node leaves the shards of an earlier, larger set in the
 folder, and ComfyUI would load them too.
 
-A draft of a newer layout (ComfyUI's pull request 14599, not merged) has tensors in `.safetensors` files, and all other values
-in pickles. Its shards are refused.
+A draft of a newer layout (ComfyUI's pull request 14599, not merged) has tensors in `shard_0000.safetensors`, and all other
+values in a pickle, `shard_0000.skeleton.pkl`. Its shards are refused, also with `--trust`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def _open(folder: SourceFolder) -> Source:
         with bad.of(name):
             if not _SHARD.fullmatch(name):
                 raise FormatError("is not a shard of a training set; other pickles are never read")
-            if f"{name[:-4]}.safetensors" in folder:
-                raise FormatError("has its tensors in a .safetensors file, a draft's layout that is not supported")
+            if name.endswith(".skeleton.pkl") or f"{name[:-4]}.safetensors" in folder:
+                problem = "has its tensors in a .safetensors file, a draft's layout that is not supported"
+                raise FormatError(f"{problem}; save the set with the node Save Training Dataset of a release")
             for number in range(len(read_shard(name))):
                 load = partial(_load, read_shard, name, number)
                 samples.append(SourceSample(f"{name[:-4]}/{number:06d}", (name,), load))

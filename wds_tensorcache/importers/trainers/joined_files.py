@@ -23,8 +23,12 @@ _WIDEST = ("float32", "fp32", "bfloat16", "bf16", "float16", "fp16")
 _DTYPE = re.compile(
     r"(.*?)(?:_((?:b?float|complex|u?int)(?:8|16|32|64|128)(?:_e\dm\d\w*)?|fp32|bf16|fp16|bool))?", re.ASCII | re.DOTALL
 )
-_LATENTS = re.compile(r"(?P<stem>.+)_(?P<label>\d{4,}x\d{4,})_(?P<model>[a-z][a-z0-9]*)\.safetensors", re.DOTALL)
-_RESOLUTION = re.compile(r"((?:latents|alpha_mask).*?)(_(?:\d+x)?\d+x\d+)", re.DOTALL)
+_LATENTS = re.compile(
+    r"(?P<stem>.+?)(?:_(?P<label>\d{4,}x\d{4,})|(?=_as\.|_[a-z0-9]+_audio\.))"  # only sounds have no size
+    r"_(?P<model>[a-z][a-z0-9]*)(?P<audio>_audio)?\.safetensors",
+    re.DOTALL,
+)
+_RESOLUTION = re.compile(r"((?:(?:audio_)?latents|alpha_mask).*?)(_(?:\d+x)?\d+x\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +41,13 @@ class ImageFile:
     label: str = ""  # distinguishes files of one image and model, for example the image size
     resolutions: Sequence[str] = ("",)  # endings of the tensor names: `("_64x64", "_32x64")`
     tensors: Sequence[str] = ()
+    audio: str = ""  # not empty for the sound of a video, whose latents are in another file
 
 
 class Joined(NamedTuple):
     """The files of one sample."""
 
-    latents: Sequence[ImageFile]  # one, or none
+    latents: Sequence[ImageFile]  # one, perhaps followed by its sound; or none
     resolution: str  # ending of the names of its tensors in the file of latents
     texts: Sequence[ImageFile]
     captions: Sequence[str]  # names of files
@@ -85,14 +90,19 @@ def join_files(
     alone = set(texts_of)
     # model and name of each sample, its file of latents with one resolution, its files of texts
     rows: list[tuple[str, str, list[ImageFile], str, list[ImageFile]]] = []
+    sounds = {(file.model, file.stem, file.label): file for file in latents if file.audio}
     for (model, stem), files in images.items():
+        mute = {file.label for file in files if not file.audio}
+        files = [file for file in files if not file.audio or file.label not in mute]
         key = (model, stem) if (model, stem) in texts_of else (model, text_stem(stem))
         alone.discard(key)
         for file in files:
             label = f"_{file.label}" if len(files) > 1 and file.label else ""
             for resolution in file.resolutions:
                 end = resolution if len(file.resolutions) > 1 else ""
-                rows.append((model, stem + label + end, [file], resolution, texts_of.get(key, [])))
+                sound = sounds.get((model, stem, file.label), file)
+                image = [file, sound] if sound is not file else [file]
+                rows.append((model, stem + label + end, image, resolution, texts_of.get(key, [])))
     rows += [(model, stem, [], "", texts_of[model, stem]) for model, stem in sorted(alone)]
     counts = Counter((model, name) for model, name, *_ in rows)
     samples = [*others]
@@ -175,8 +185,8 @@ class Content(NamedTuple):
         sample: dict[str, Any] = {**name_tensors(tensors)}
         if "latents" not in sample:
             raise FormatError("has no tensor 'latents_…'")
-        if {"width", "height"} <= self.metadata.keys():
-            sample["original_size"] = self.numbers("width", "height", count=2)
+        if {"width", "height"} <= self.metadata.keys() and any(size := self.numbers("width", "height", count=2)):
+            sample["original_size"] = size
         return sample
 
     def numbers(self, *keys: str, count: int) -> tuple[int, ...]:
@@ -237,7 +247,7 @@ class TableFiles:
                 self.bad[name] = f"is not a file of {table.program}: its name or its metadata differ"
                 continue
             kind, files = ("text", self.texts) if match.re is table.texts else ("latents", self.latents)
-            files.append(ImageFile(name, **match.groupdict(), tensors=tensors))
+            files.append(ImageFile(name, **match.groupdict(""), tensors=tensors))
             architectures |= {metadata["architecture"]} if metadata else set()
             scheme |= set(map(_scheme, tensors))
             if tensors:

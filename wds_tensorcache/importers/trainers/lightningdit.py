@@ -23,15 +23,15 @@ ranks the same number of images.
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 
 import torch
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch, read_row, read_safetensors_tensors
-from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.safe_files import load_torch
+from wds_tensorcache.importers.source import Faults, Format, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.trainers.rows import list_rows, read_stacked
 
 _FILE = re.compile(r"(?:.*/)?latents_rank\d+_shard\d+\.safetensors", re.DOTALL | re.ASCII)
 _STATS = "latents_stats.pt"
@@ -54,25 +54,12 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
-    tensors, _ = read_safetensors_tensors(folder, name)
-    lengths = {tensor: stored.shape[0] if stored.shape else None for tensor, stored in tensors.items()}
-    if not {"latents", "labels"} <= tensors.keys():
-        raise FormatError("has no tensors 'latents' and 'labels'").at(name)
-    if len(set(lengths.values())) > 1:
-        raise FormatError(f"its tensors have different numbers of rows: {lengths!r:.300}").at(name)
-    if lengths["labels"] is None or tensors["labels"].end - tensors["labels"].begin < lengths["labels"]:
-        # a small file could declare any number of rows without bytes
-        raise FormatError(f"labels are {list(tensors['labels'].shape)}, expected one for each row").at(name)
+    tensors, num_rows = read_stacked(folder, name, ["latents", "labels"])
     if "label" in tensors:
         raise FormatError("has both a tensor 'label' and a tensor 'labels'").at(name)
     # the order of a training batch, whatever the order in the file is
     entries = {entry: tensors[entry] for entry in sorted(tensors) if entry != "labels"} | {"label": tensors["labels"]}
-
-    def load(row: int) -> Loaded:
-        return Loaded({entry: read_row(folder, name, tensor, row) for entry, tensor in entries.items()})
-
-    stem = name[: -len(".safetensors")]
-    return [SourceSample(f"{stem}/{row:05d}", (name,), partial(load, row)) for row in range(lengths["labels"])]
+    return list_rows(folder, name, entries, num_rows)
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:

@@ -5,6 +5,8 @@ Files, where `{arch}` is the short name of the architecture, for example `hv`, `
 - latents of an image: `{stem}_{width}x{height}_{arch}.safetensors`, with the size of the image;
 - latents of a part of a video: `{stem}_{first frame}-{frames}_{width}x{height}_{arch}.safetensors`, for example
   `clip_00025-081_1280x0720_wan.safetensors`; FramePack adds the number of the section: `clip_00000-081-0002_…`;
+- the sound of a video, in forks that train LTX-2: `{stem}_{width}x{height}_ltx2_audio.safetensors`;
+- latents of sounds alone, in forks that train ACE-Step: `{stem}_as.safetensors`, without a size;
 - text encoder outputs: `{stem}_{arch}_te.safetensors`, one file for all parts of a video.
 
 Each file of latents becomes one sample, with the name of the file without size and architecture. Its tensors have the names
@@ -13,7 +15,8 @@ that musubi-tuner uses in its batches, without F x H x W, dtype and `varlen_`:
     {
         "latents": [C, F, H, W], or [C, H, W] for image architectures; HiDream-O1 has pixel tokens [h, w, dim],
         "latents_control_0": …, "clip": …, "f_indices": …, "latents_clean_2x": … and so on: all other tensors in the file,
-        "original_size": (width, height) of the image or video,
+        "audio_latents": [C, T, mel bins], "audio_lengths": frames of the sound before padding, for LTX-2,
+        "original_size": (width, height) of the image or video; ACE-Step has latents [T, C] and no size,
         "frame_count": frames of the part, for videos,
         "first_frame": position of the part in the video, for videos,
         "section": number of the section, for videos of FramePack,
@@ -64,6 +67,9 @@ def _add(sample: dict[str, Any], content: Content) -> str:
         sample["text"] = name_tensors(tensors)
         sample |= {"caption": metadata["caption1"]} if "caption1" in metadata else {}
         return "text"
+    if content.file.audio:
+        sample |= name_tensors(tensors)
+        return "audio"
     if len(find_resolutions(tensors)) > 1:
         raise FormatError("has latents of more than one resolution, but musubi-tuner writes a file for each")
     sample.update(content.name_latents(tensors))
@@ -76,5 +82,8 @@ def _add(sample: dict[str, Any], content: Content) -> str:
 
 
 FORMAT = Format(
-    "musubi", "musubi-tuner: .safetensors files of latents and text encoder outputs", _TABLE.recognize, _open
+    "musubi",
+    "musubi-tuner and forks: .safetensors files of latents, sounds and text encoder outputs",
+    _TABLE.recognize,
+    _open,
 )

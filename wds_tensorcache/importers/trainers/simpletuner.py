@@ -18,8 +18,10 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
 - `image_path` and `image_metadata` come from the JSON files. With these files, a sample's name is the folder of its file and
   the image's file name without suffix. Otherwise the name is the path of the file without suffix.
 - `text` has one dict for each caption that the cache contains. Captions are found in `.txt` files next to the images, in the
-  file names of images, and in `instance_prompt`. A sample is bad if its image has a `.txt` file, and the cache contains none of
-  the image's captions although other images have text. Embeddings that several images share are stored with each image.
+  file names of images, and in `instance_prompt`. If the name of a file hashes only the path of its image, the caption is `""`;
+  it is None if the image has a caption, because older versions left it out of the hash. A sample is bad if its image has a
+  `.txt` file, and the cache contains none of the image's captions although other images have text. Embeddings that several
+  images share are stored with each image.
 
 So import the folder that contains the images' JSON and `.txt` files and both caches. If the caches are elsewhere, import each
 of them separately: the VAE cache gives samples `{"latents": …}`, the text cache gives samples `{"text": [{…}]}`.
@@ -191,19 +193,22 @@ def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
 
 
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
-    """Return the possible captions of an image by hash; the caption is None for a hash of the path alone."""
+    """Return the possible captions of an image by hash; the caption is None if the hash does not depend on it."""
     captions = [image.stem, image.stem.replace("_", " ")]
+    of_path: str | None = ""  # newer versions hash the path alone only for an empty caption
     if caption_file is not None:
         with suppress(FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
             text = folder.read(caption_file, 1 << 20).decode()
             captions += [text, *filter(None, text.split("\n"))]
+            of_path = None if text.strip() else of_path
     prompt = image.backend.config.get("instance_prompt")
     if isinstance(prompt, str):
         captions = [prompt, *(f"{prompt} {caption}" for caption in captions), *captions]
+        of_path = None if prompt.strip() else of_path
     # Some models hash the path of the image in the folder of its backend, which may have been moved since.
     paths = dict.fromkeys([image.path, *("/".join(image.parts[at:]) for at in range(len(image.parts)))])
     keys = [key for path in paths for key in (path, f"{image.backend.id}:{path}")]
-    hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys))
+    hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys), of_path)
     hashed |= {_md5(f"{key}\0prompt\0{caption}"): caption for key in keys for caption in captions}
     return hashed | {_md5(caption): caption for caption in captions}
 
