@@ -553,6 +553,7 @@ def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callback
         trainer, resumed = fit(12, tmp_path / f"step={step}.ckpt")
         used = 2 * step - (step >= 6)  # the last batch of an epoch has 1 sample
         assert (resumed.seen["fit"], trainer.global_step) == (expected[used:22], 12)
+        assert (resumed.num_validations, trainer.current_epoch) == (3 - step // 4, 3)
     checkpoint = torch.load(tmp_path / "step=7.ckpt", weights_only=False)
     del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     torch.save(checkpoint, tmp_path / "stateless.ckpt")
