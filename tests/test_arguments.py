@@ -7,6 +7,7 @@ import gzip
 import inspect
 import io
 import os
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -279,12 +280,38 @@ def test_an_argument_of_a_loader_is_named(shard: Path, options: dict[str, Any], 
         tc.Loader(tc.open(shard), **({"batch_size": 2} | options))
 
 
+def test_signatures_show_the_options_of_steps(shard: Path) -> None:
+    """`help` shows each option with its default, and both loaders accept what it shows."""
+    options = {
+        name: parameter.default
+        for name, parameter in inspect.signature(tc.StepSampler).parameters.items()
+        if parameter.kind == parameter.KEYWORD_ONLY
+    }
+    assert {"shuffle", "seed", "bucket_by"} <= options.keys()
+    with tc.open(shard) as cache:
+        for call in (tc.Loader, tc.torch_loader):
+            parameters = inspect.signature(call).parameters
+            assert {name: parameters[name].default for name in options} == options
+            assert all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values())
+            assert "bucket_by: 'Any' = None" in pydoc.render_doc(call)
+            call(cache, 1, **options)
+
+
 def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
     cache = tc.open(shard)
     with pytest.raises(TypeError, match=r"^repeats=2.5, expected an integer"):
         tc.Loader(mix={"a": cache}, repeats={"a": 2.5})
     with pytest.raises(TypeError, match=r"^torch_loader has no argument 'num_threads'; there are '"):
         tc.torch_loader(cache, 2, num_threads=2)  # type: ignore[call-arg]
+    for name, remedy in {
+        "sampler": "choose samples by weights=",
+        "batch_sampler": "pass batch_size=",
+        "drop_last": "pass last_batch='drop'",
+        "generator": "pass seed=",
+        "collate_fn": "pass collate=",
+    }.items():
+        with pytest.raises(TypeError, match=f"^torch_loader has no argument '{name}': .*{remedy}"):
+            tc.torch_loader(cache, 2, **{name: None})
     with pytest.raises(TypeError, match=r"^epoch=1.5, expected an integer"):
         tc.Loader(cache, 2).set_epoch(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^bounds=64, expected ascending lengths"):

@@ -23,7 +23,7 @@ LINKING = [CONTRIBUTING] + [
 ]
 NEEDS = {
     "dali.md": ["nvidia.dali"],
-    "training.md": ["torchdata", "lightning"],
+    "training.md": ["torchdata", "lightning", "accelerate", "transformers"],
     "remote.md": ["urllib3"],
     "node_cache.md": ["urllib3"],
     "several_nodes.md": ["urllib3"],
@@ -74,6 +74,7 @@ def _anchors(text: str) -> set[str]:
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata looks at all of torch
 # Ray copies its own options, also those that it has deprecated, and leaves pipes of its processes to the garbage collector
 @pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning:ray", "ignore:unclosed:ResourceWarning:ray")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec:FutureWarning")  # Lightning
 def test_python_blocks_run(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

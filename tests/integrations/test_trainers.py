@@ -504,3 +504,58 @@ def test_batches_by_position_in_several_epochs(plain: Any) -> None:
     skipping = accelerate.skip_first_batches(SkippableLoader(loader), 0)
     epochs = [[list(batch["name"]) for batch in skipping] for _ in range(3)]
     assert epochs == [[list(batch["name"]) for batch in expected] for _ in range(3)]
+
+
+# --- training by iterations ---
+
+
+class Validated(Model):
+    """A model that counts Lightning's validations and the steps of a schedule by epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_validations = 0
+
+    def on_validation_end(self) -> None:
+        self.num_validations += 1
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+@pytest.mark.parametrize("callbacks", [[], [ResumeLoaders]], ids=["alone", "ResumeLoaders"])
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callbacks: list[Any]) -> None:
+    """Lightning's epochs of 2 batches see all 6 batches of the loader, also after each checkpoint and with `max_steps`."""
+
+    def loader() -> Any:
+        return make(kind, plain, 2, shuffle=True, on_early_exit="continue")
+
+    expected = [
+        name for made in [make("Loader", plain, 2, shuffle=True)] for _ in range(3) for b in made for name in b["name"]
+    ]
+    saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+    def fit(num_steps: int, path: Path | None = None, *more: Any) -> Any:
+        trainer, model = (
+            pl.Trainer(
+                max_steps=num_steps, limit_train_batches=4, callbacks=[*more, *(call() for call in callbacks)], **QUIET
+            ),
+            Validated(),
+        )
+        trainer.fit(model, loader(), tc.Loader(plain, 4), ckpt_path=path)
+        return trainer, model
+
+    trainer, model = fit(12, None, saving)
+    assert (model.seen["fit"], model.num_validations, trainer.current_epoch) == (expected[:22], 3, 3)
+    for step in (1, 4, 6, 7) if kind == "Loader" else (7,):
+        trainer, resumed = fit(12, tmp_path / f"step={step}.ckpt")
+        used = 2 * step - (step >= 6)  # the last batch of an epoch has 1 sample
+        assert (resumed.seen["fit"], trainer.global_step) == (expected[used:22], 12)
+        assert (resumed.num_validations, trainer.current_epoch) == (3 - step // 4, 3)
+    checkpoint = torch.load(tmp_path / "step=7.ckpt", weights_only=False)
+    del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
+    torch.save(checkpoint, tmp_path / "stateless.ckpt")
+    with pytest.raises(RuntimeError, match=r"^Lightning resumes after 7 batches, but this loader has no state of them"):
+        fit(12, tmp_path / "stateless.ckpt")

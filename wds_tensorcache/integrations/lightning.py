@@ -68,6 +68,8 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         longest = max((loader for loader, _ in ours), key=len, default=None)
         if longest is None or len(longest) < trainer.num_training_batches:
             return  # Lightning counts the batches of another loader
+        if longest._sampler._continues and len(longest) > trainer.num_training_batches:
+            return  # Lightning's epochs begin anywhere in the loader's
         batches = trainer.fit_loop.epoch_loop.batch_progress
         counts = batches.current
         used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from copy import copy
@@ -19,12 +20,25 @@ from wds_tensorcache.storage.urls import WRITABLE
 from wds_tensorcache.training.loader import BaseLoader, Read
 from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Step
-from wds_tensorcache.training.sampler import StepSampler
+from wds_tensorcache.training.sampler import StepSampler, show_step_options
 from wds_tensorcache.training.stats import LoaderStats
 from wds_tensorcache.training.step_reader import Transform, apply_transforms, as_transforms
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_SAMPLER = (
+    "its own sampler keeps the state; choose samples by weights=, mix=, bucket_by=, shuffle= or a view of the cache, such "
+    "as cache.filter(…)"
+)
+_INSTEAD = {
+    "sampler": _SAMPLER,
+    "batch_sampler": f"{_SAMPLER}, and pass batch_size=",
+    "drop_last": "pass last_batch='drop' in place of drop_last=True",
+    "generator": "pass seed=",
+    "collate_fn": "pass collate=, a function of a list of samples or a way such as 'pad'",
+}  # by argument of torch's DataLoader
 
 
 class StepDataset(Dataset[Any]):
@@ -85,6 +99,7 @@ class StepDataset(Dataset[Any]):
     __getitems__ = __getitem__  # torch calls this for each item of a batch sampler
 
 
+@show_step_options
 def torch_loader(
     cache: Any = None,
     batch_size: int = 1,
@@ -100,6 +115,7 @@ def torch_loader(
     multiprocessing_context: Any = None,
     timeout: float = 0,
     worker_init_fn: Callable[[int], Any] | None = None,
+    on_early_exit: str = "next_epoch",
     **steps: Unpack[StepOptions],
 ) -> TorchLoader:
     """Return a torch `DataLoader` of a cache's batches with an exact state.
@@ -110,7 +126,7 @@ def torch_loader(
     Args:
         cache, batch_size, steps: As for `StepSampler`.
         collate, pad_value: As for `read_batch`; if `collate` is a function, the workers call it.
-        choose, transform: As for `tc.Loader`; the workers call `transform`, without a GPU.
+        choose, transform, on_early_exit: As for `tc.Loader`; the workers call `transform`, without a GPU.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`. Workers that read from s3, gs or az are started by `forkserver` by default, since
             obstore does not work in forked processes; `transform` and `collate` must then be picklable.
@@ -119,14 +135,18 @@ def torch_loader(
         ValueError: Arguments are mutually exclusive, or out of range.
         TypeError: An option is unknown.
     """
+    for name in _INSTEAD.keys() & steps.keys():
+        raise TypeError(f"torch_loader has no argument {name!r}: {_INSTEAD[name]}")
     check_options(torch_loader, steps, StepOptions.__annotations__)
     if num_workers == 0 and timeout > 0:
         raise ValueError(f"timeout={timeout} applies only to worker processes, but num_workers=0; leave it out")
     if prefetch_factor is not None and num_workers > 0 and prefetch_factor < 1:
         raise ValueError(f"prefetch_factor={prefetch_factor}, expected at least 1")
+    sampler = StepSampler(cache, batch_size, **steps)
+    sampler._set_early_exit(on_early_exit)
     return TorchLoader(
         StepDataset(
-            StepSampler(cache, batch_size, **steps),
+            sampler,
             collate=collate,
             pad_value=pad_value,
             choose=choose,
@@ -206,10 +226,11 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         from accelerate.utils import send_to_device
 
         device, gradients = PartialState().device, GradientState()
+        end = self._sampler._end_of_loop(self._sampler._position)
         gradients._add_dataloader(self)
         try:
             for read in reads:
-                self.end_of_dataloader = read.after.epoch != read.step.epoch
+                self.end_of_dataloader = read.after.step == end
                 read.batch[0] = send_to_device(read.batch[0], device)
                 yield read._replace(is_padding=torch.from_numpy(read.step.is_padding).to(device))
         finally:
@@ -220,7 +241,11 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     def _read_steps(self) -> Generator[Read, None, None]:
         scheduled = self._scheduled = self._sampler._scheduled = deque()
         try:
-            batches: Any = DataLoader.__iter__(self)
+            try:
+                batches: Any = DataLoader.__iter__(self)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                self._check_pickles(error)
+                raise
             while True:
                 try:
                     batch = [next(batches)]
@@ -243,6 +268,23 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             if self._sampler._scheduled is scheduled:
                 self._sampler._scheduled = None
             scheduled.clear()
+
+    def _check_pickles(self, exc: Exception) -> None:
+        """Raise TypeError if an argument cannot be sent to workers; `exc` is the error of starting them."""
+        options = {
+            "collate": self._collate,
+            "transform": self.dataset._transforms,  # type: ignore[attr-defined]
+            "worker_init_fn": self.worker_init_fn,
+        }
+        for name, value in options.items():
+            try:
+                pickle.dumps(value)
+            except Exception:
+                raise TypeError(
+                    f"{name}= of torch_loader cannot be sent to worker processes: {exc}. Define the function with def at the "
+                    "top of a module, not as a lambda or inside a function; or use multiprocessing_context='fork', "
+                    "num_workers=0, or tc.Loader"
+                ) from exc
 
     def close(self) -> None:
         """End the iteration and the worker processes; the position is kept, and the caches stay open."""

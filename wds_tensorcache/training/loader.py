@@ -30,7 +30,7 @@ from wds_tensorcache.storage.remote.fetch import COUNTS
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.training.options import StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
-from wds_tensorcache.training.sampler import StepSampler
+from wds_tensorcache.training.sampler import StepSampler, show_step_options
 from wds_tensorcache.training.stats import LoaderStats, Timing
 from wds_tensorcache.training.step_reader import StepReader, Transform, apply_transforms, as_transforms
 
@@ -124,7 +124,10 @@ class BaseLoader(ABC):
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch; after `load_state_dict`, continue the state's epoch. This ends the current iteration."""
+        """Begin an epoch; after `load_state_dict`, or with `on_early_exit="continue"`, go on after the last batch.
+
+        This ends the current iteration.
+        """
         return self._begin(with_info=False)
 
     def _begin(self, *, with_info: bool) -> Iterator[Any]:
@@ -267,7 +270,10 @@ class Loader(BaseLoader):
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4. While
             training waits for requests, it grows up to 32 batches or 1 GiB, as the server's latency and rate require. After
             eight batches in a row that needed no request, it is 2, and may grow again.
-        steps: Other options of `StepSampler`.
+        on_early_exit: Beginning of a loop after a loop that was left early. `"next_epoch"` begins the next epoch.
+            `"continue"` goes on after the last batch returned. A loop then has `len(loader)` batches, unless it is left, and
+            goes on into the next epoch. `set_epoch` has no effect after the first batch.
+        steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
@@ -278,8 +284,8 @@ class Loader(BaseLoader):
         the work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
         memory.
     Threads/fork/pickle: one thread iterates, and any thread may call `close`, but only in the process that made the loader.
-        Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins the next epoch. A forked child
-        begins its own iterations.
+        Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins as `on_early_exit` says. A
+        forked child begins its own iterations.
     """
 
     batch_sampler = None  # Lightning asks for it
@@ -287,6 +293,7 @@ class Loader(BaseLoader):
     _pool: Threads | None = None
     _jobs: Iterable[Future[Any]] = ()  # of the first steps of `_scheduled`
 
+    @show_step_options
     def __init__(
         self,
         cache: Any = None,
@@ -300,6 +307,7 @@ class Loader(BaseLoader):
         pad_value: Any = 0,
         choose: Choose | None = None,
         transform: Transform | Sequence[Transform] | None = None,
+        on_early_exit: str = "next_epoch",
         **steps: Unpack[StepOptions],
     ) -> None:
         check_options(Loader, steps, StepOptions.__annotations__)
@@ -308,6 +316,7 @@ class Loader(BaseLoader):
         if min(threads, ahead) < 0:
             raise ValueError(f"num_threads={threads}, prefetch_batches={ahead}: expected 0 or more")
         self._sampler = StepSampler(cache, batch_size, **steps)
+        self._sampler._set_early_exit(on_early_exit)
         caches = self._sampler._plan.caches
         url = remote_url(caches)
         self._ahead = BatchesAhead(url, None if prefetch_batches is None else ahead)
@@ -335,10 +344,10 @@ class Loader(BaseLoader):
         scheduled, jobs = deque[tuple[Step, Position]](), deque[Future[Any]]()
         self._scheduled, self._jobs = scheduled, jobs
         _STARTED.add(self)
-        epoch = planned.epoch
+        end = self._sampler._end_of_loop(planned)
         try:
             while True:
-                while len(scheduled) <= num_scheduled and planned.epoch == epoch:
+                while len(scheduled) <= num_scheduled and planned.step < end:
                     step, after = plan.step(planned)
                     planned = plan.settle(after)
                     scheduled.append((step, planned))

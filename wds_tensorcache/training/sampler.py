@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.data import DistributedSampler
 
@@ -21,6 +22,8 @@ from wds_tensorcache.training.step_reader import StepReader
 from wds_tensorcache.training.weights import Weights
 
 _LAST_BATCH = ("short", "pad", "wrap", "drop")
+_EARLY_EXITS = ("next_epoch", "continue")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class StepSampler(DistributedSampler[Step]):
@@ -154,6 +157,7 @@ class StepSampler(DistributedSampler[Step]):
         self._scheduled: deque[Any] | None = None
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
         self._has_warned = False  # of samples that set_epoch left out
+        self._continues = False  # a loop begins where the previous loop was left; a loader's option
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_scheduled": None}
@@ -219,12 +223,23 @@ class StepSampler(DistributedSampler[Step]):
         self._find_rank()
         return self._plan.count_rows()
 
+    def _set_early_exit(self, on_early_exit: str) -> None:
+        """Choose whether a loader's loop continues the previous loop; see `tc.Loader`.
+
+        Raises:
+            ValueError: `on_early_exit` is neither `"next_epoch"` nor `"continue"`.
+        """
+        if on_early_exit not in _EARLY_EXITS:
+            raise ValueError(f"on_early_exit={on_early_exit!r}, expected one of {', '.join(_EARLY_EXITS)}")
+        self._continues = on_early_exit == "continue"
+
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
         With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, this warns. If
         the sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out, this warns
-        once.
+        once. The sampler of a loader with `on_early_exit="continue"` counts its own epochs: after its first batch, calls are
+        ignored, because trainers call this for each loop.
 
         Raises:
             ValueError: `epoch` is out of range.
@@ -233,8 +248,10 @@ class StepSampler(DistributedSampler[Step]):
         epoch = as_int("epoch", epoch)
         if not 0 <= epoch < MAX_EPOCHS:
             raise ValueError(f"epoch={epoch} out of range [0, {MAX_EPOCHS:,})")
-        self._requested_epoch = epoch
         before, loop = self._position, _lightning_loop()
+        if self._continues and before.step:
+            return
+        self._requested_epoch = epoch
         is_there = epoch == before.epoch and (self._is_resumed or not before.used)
         if not is_there:
             if self._plan.weights.caches is not None and epoch and not any(before.counts):
@@ -265,7 +282,14 @@ class StepSampler(DistributedSampler[Step]):
         number, used = batches.current.ready, self._plan.num_steps() - self._plan.num_steps(self._position)
         # a checkpoint of the last batch's hooks continues its epoch if that has more batches with another batch size
         is_over = batches.is_last_batch and (batches.current.completed == number or number >= loop.max_batches)
-        is_resuming = getattr(loop, "_loaded_from_state_dict", False) and number and not is_over
+        is_loaded = getattr(loop, "_loaded_from_state_dict", False)
+        if is_loaded and self._continues and batches.total.ready:
+            raise RuntimeError(
+                f"Lightning resumes after {batches.total.ready} batches, but this loader has no state of them. "
+                "Pass callbacks=[ResumeLoaders()] to the Trainer, from wds_tensorcache.integrations.lightning; or train from "
+                "the checkpoint's weights alone"
+            )
+        is_resuming = is_loaded and number and not is_over
         # Lightning repeats the shorter of several loaders; torchdata's loader keeps its own position
         if is_resuming and number != used and number <= len(self) and not self._is_elsewhere:
             raise RuntimeError(
@@ -282,8 +306,13 @@ class StepSampler(DistributedSampler[Step]):
     def _beginning(self) -> Position:
         """Return the position at which the next iteration begins."""
         self._find_rank()
-        is_abandoned = self._position.used and not self._is_resumed
+        is_abandoned = self._position.used and not self._is_resumed and not self._continues
         return self._plan.next_epoch(self._position) if is_abandoned else self._position
+
+    def _end_of_loop(self, begin: Position) -> int:
+        """Return the number of the step before which a loader's loop from `begin` ends."""
+        # loops that continue have equal lengths: Lightning neither validates nor steps schedules after a shorter loop
+        return begin.step + self._plan.num_steps(None if self._continues else begin)
 
     def _step(self, epoch: int, number: int) -> Step:
         """Return a step of an epoch. Only for samplers without mix and buckets."""
@@ -296,6 +325,17 @@ class StepSampler(DistributedSampler[Step]):
         plan = self._plan
         names = [stream.name for stream in plan.streams]
         return StepReader(plan.caches, names, plan.seed, Alternatives.for_caches(choose, plan.caches))
+
+
+def show_step_options(function: _Function) -> _Function:
+    """Show the options of `StepSampler` in the signature of a function that takes them as `**steps`."""
+    signature = inspect.signature(function)
+    parameters = [value for value in signature.parameters.values() if value.kind != value.VAR_KEYWORD]
+    options = [
+        value for value in inspect.signature(StepSampler).parameters.values() if value.kind == value.KEYWORD_ONLY
+    ]
+    vars(function)["__signature__"] = signature.replace(parameters=[*parameters, *options])
+    return function
 
 
 def _lightning_loop() -> Any:
@@ -316,6 +356,7 @@ class _StepIterator(Iterator[Step]):
         self._sampler = sampler
         self._scheduled: deque[Any] | None = None
         self._at: Position | None = None  # None before the first step
+        self._end = 0  # the number of the step before which a loader's loop ends
         self._num_moves = -1
         self._num_steps = 0
         # steps at the last state_dict; None unless the first was before the first step
@@ -325,14 +366,16 @@ class _StepIterator(Iterator[Step]):
         sampler, plan = self._sampler, self._sampler._plan
         if self._at is None:
             self._at, self._scheduled = sampler._beginning(), sampler._scheduled
+            self._end = sampler._end_of_loop(self._at)
             self._leave()
-        if plan.is_over(self._at):
+        if plan.is_over(self._at) if self._scheduled is None else self._at.step >= self._end:
             if self._num_moves == sampler._num_moves:
                 self._leave()
             raise StopIteration
         step, self._at = plan.step(self._at)
         if self._scheduled is not None:
-            self._scheduled.append((step, plan.settle(self._at)))
+            self._at = plan.settle(self._at)
+            self._scheduled.append((step, self._at))
         self._num_steps += 1
         return step
 

@@ -1,0 +1,102 @@
+"""Loops that are left early: with `on_early_exit="continue"`, the next loop goes on after the last batch."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from itertools import islice
+from typing import Any
+
+import pytest
+
+import wds_tensorcache as tc
+from tests.training.loaders import COMBINED, modes, only_numbers
+
+KINDS: dict[str, Any] = {
+    "Loader": (tc.Loader, {}),
+    "Loader, no threads": (tc.Loader, {"num_threads": 0}),
+    "torch_loader": (tc.torch_loader, {}),
+    "torch_loader, workers": (tc.torch_loader, {"num_workers": 2, "prefetch_factor": 3}),
+    "torch_loader, persistent workers": (tc.torch_loader, {"num_workers": 2, "persistent_workers": True}),
+}
+OPTIONS: dict[str, Any] = {"shuffle": True, "collate": only_numbers}
+
+
+def make(cache: Any, kind: str = "Loader", batch_size: int = 4, **options: Any) -> Any:
+    call, kind_options = KINDS[kind]
+    return call(cache, batch_size, **{**OPTIONS, "on_early_exit": "continue", **kind_options, **options})
+
+
+def take(loader: Any, count: int | None = None) -> list[Any]:
+    """Leave a loop after `count` batches; return their epochs, steps and samples."""
+    return [(info.epoch, info.step, batch) for batch, info in islice(loader.with_info(), count)]
+
+
+def whole(cache: Any, num_epochs: int, **options: Any) -> list[Any]:
+    loader = make(cache, on_early_exit="next_epoch", **options)
+    return [batch for _ in range(num_epochs) for batch in take(loader)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loops_continue(cache: Any, kind: str) -> None:
+    """Each sample of the epoch comes once before any is repeated; batches read ahead are not lost."""
+    loader, expected = make(cache, kind), whole(cache, 4)  # 6 batches in an epoch
+    batches: list[Any] = []
+    for count in (4, 1, 4, 1):
+        loader.set_epoch(len(batches))  # as trainers do for each loop
+        batches += take(loader, count)
+        assert loader.epoch == len(batches) // 6
+        assert loader.num_batches_left == 6 - len(batches) % 6
+        assert len(loader) == 6
+    assert batches == expected[: len(batches)]
+    again = make(cache, kind)
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    for each in (loader, again):
+        assert take(each) == expected[10:16]  # a loop has as many batches as an epoch
+    loader.close()
+    assert take(loader, 2) + take(loader) == expected[16:24]
+    loader.close()
+
+
+@pytest.mark.parametrize("mode", ["all", "buckets", "weights", "mix", *COMBINED])
+def test_every_mode_continues(cache: Any, more: Any, mode: str) -> None:
+    options = {"batch_size": 4, "collate": only_numbers, **modes(cache, more)[mode]}
+    loader, expected = tc.Loader(on_early_exit="continue", **options), tc.Loader(**options)
+    batches = [batch for _ in range(8) for batch in take(loader, 3)]
+    reference = [batch for _ in range(24) for batch in take(expected)][:24]
+    assert batches == reference
+
+
+def test_another_batch_size_and_ranks_continue(cache: Any) -> None:
+    loader = make(cache)
+    seen = [i for _ in range(2) for _, _, batch in take(loader, 2) for i in batch]
+    ranks = [make(cache, batch_size=1, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(loader.state_dict())
+        seen += [batch[0] for count in (2, 1) for _, _, batch in take(rank, count)]
+    assert len(seen) == len(set(seen)) == 16 + 6
+
+
+def test_default_begins_the_next_epoch(cache: Any) -> None:
+    for options in ({"on_early_exit": "next_epoch"}, {}):
+        loader = tc.Loader(cache, 4, **OPTIONS, **options)
+        assert [take(loader, 1)[0][0] for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("call", [tc.Loader, tc.torch_loader])
+def test_an_unknown_early_exit(cache: Any, call: Any) -> None:
+    with pytest.raises(ValueError, match=r"^on_early_exit='stop', expected one of next_epoch, continue"):
+        call(cache, 4, on_early_exit="stop")
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
+@pytest.mark.parametrize(
+    "method", [name for name in ("spawn", "forkserver") if name in multiprocessing.get_all_start_methods()]
+)
+@pytest.mark.parametrize("name", ["transform", "collate", "worker_init_fn"])
+def test_a_lambda_for_spawned_workers_is_named(cache: Any, name: str, method: str) -> None:
+    loader = tc.torch_loader(cache, 4, num_workers=1, multiprocessing_context=method, **{name: lambda *args: args[0]})
+    with pytest.raises(
+        TypeError, match=rf"^{name}= of torch_loader cannot be sent to worker processes: .*Define the function"
+    ):
+        next(iter(loader))
