@@ -23,6 +23,7 @@ LINKING = [CONTRIBUTING] + [
 ]
 NEEDS = {
     "dali.md": ["nvidia.dali"],
+    "tasks.md": ["PIL"],
     "training.md": ["torchdata", "lightning", "accelerate", "transformers"],
     "remote.md": ["urllib3"],
     "node_cache.md": ["urllib3"],

@@ -71,6 +71,23 @@ def test_writers_that_resume(tmp_path: Path) -> None:
     assert tc.open(tmp_path).fingerprint["revision"] == "c3"
 
 
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), ([256, 0], [256, False]), ({"a": [1]}, {"a": [1.0]})])
+def test_numbers_that_python_takes_for_equal(tmp_path: Path, one: Any, other: Any) -> None:
+    """Readers, writers, builds and merges tell 1, 1.0 and true apart, as JSON does."""
+    write(tmp_path / "in", {"model": "vae", "value": one}, "%06d.tar")
+    made = {"model": "vae", "value": other}
+    write(tmp_path / "other", made)
+    for refused in (
+        lambda: tc.open(tmp_path / "in", expect=made),
+        lambda: tc.ShardWriter(tmp_path / "in", fingerprint=made, resume=True),
+        lambda: tc.build(["0"], list, tmp_path / "in", fingerprint=made, keys=str),
+        lambda: tc.build(["0"], list, tmp_path / "out", fingerprint=made, reuse=tmp_path / "in", keys=str),
+        lambda: tc.merge([tmp_path / "in", tmp_path / "other"], tmp_path / "out", prefixes=["a/", "b/"]),
+    ):
+        with pytest.raises(tc.StaleCacheError, match="expected value="):
+            refused()
+
+
 @pytest.mark.parametrize("wrong", [[1], {1: 2}, {"x": float("nan")}, {"x": {1, 2}}], ids=str)
 def test_what_is_no_fingerprint(tmp_path: Path, wrong: Any) -> None:
     with pytest.raises(ValueError if "nan" in str(wrong) else TypeError, match="fingerprint"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind, format_count
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import find_shards, shard_names
+from wds_tensorcache.shards.fingerprint import as_text
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
@@ -266,7 +266,7 @@ class _Manifest:
         fingerprint, is_known = checked.fingerprint, isinstance(listed, dict) or listed is None
         if is_known and (fingerprint is None or (listed is None and not self._is_ours)):
             checked.fingerprint = fingerprint or listed
-        elif json.dumps(listed, sort_keys=True) != json.dumps(fingerprint, sort_keys=True):  # `==` takes 1 for 1.0
+        elif as_text(listed) != as_text(fingerprint):
             differ(f"was made with {fingerprint!r:.200}", f"{listed!r:.200}")
 
     def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:

@@ -124,8 +124,9 @@ def open(
             kind = MemberShard
         fingerprints = {path: source.fingerprint for path, source in sources.items()}
         if expect is not None:
+            expected = as_fingerprint(expect)
             for path, fingerprint in fingerprints.items():
-                check_fingerprint(path, fingerprint, as_fingerprint(expect))
+                check_fingerprint(path, fingerprint, expected)
         shards = []
         for place in listing.shards:
             entry = place.entry

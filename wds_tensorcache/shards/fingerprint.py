@@ -10,6 +10,8 @@ from wds_tensorcache.errors import StaleCacheError
 
 SOURCE = "source"  # field of imports: the folder of the files, or a list of folders
 _NONE: Any = object()
+# Fingerprints are compared as texts, because `==` takes 1 for 1.0 and true.
+as_text = json.JSONEncoder(sort_keys=True).encode
 
 
 def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,14 +38,14 @@ def check_fingerprint(where: str, stored: Mapping[str, Any] | None, expected: Ma
         raise StaleCacheError(f"{where}: the cache has no fingerprint; expected {expected!r:.500}")
     for name, value in expected.items():
         other = stored.get(name, _NONE)
-        if other is _NONE or type(other) is not type(value) or other != value:
+        if other is _NONE or as_text(other) != as_text(value):
             has = "has no such field" if other is _NONE else f"was made with {other!r:.200}"
             raise StaleCacheError(f"{where}: expected {name}={value!r:.200}, but the cache {has}")
 
 
 def check_same(where: str, stored: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> None:
     """Raise StaleCacheError unless the fingerprint `stored` in a cache equals the new samples' fingerprint, `expected`."""
-    if stored != expected:
+    if as_text(stored) != as_text(expected):
         check_fingerprint(where, stored, expected or {})
         raise StaleCacheError(f"{where} was made with {stored!r:.500}, the new samples are made with {expected!r:.500}")
 

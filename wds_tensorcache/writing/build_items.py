@@ -225,7 +225,7 @@ class Items(Dataset[Item]):
         if self._digest is not None and not isinstance(digest, str):
             fault = f"digest returned a {type(digest).__name__}, expected a str"
             raise TypeError(f"item {number}, key {key!r:.100}: {fault}")
-        return Item(number, key, value, digest, origin, members)
+        return Item(number, key, value, digest, origin, members=members)
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:

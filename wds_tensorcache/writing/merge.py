@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ import numpy as np
 from wds_tensorcache.errors import InvalidKeyError, StaleCacheError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
-from wds_tensorcache.shards.fingerprint import SOURCE, check_fingerprint
+from wds_tensorcache.shards.fingerprint import SOURCE, as_text, check_fingerprint
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.files import Files
@@ -118,10 +117,6 @@ def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
     return [OldShard(shard.path, indexes[shard.path], files, prefix) for shard in shards]
 
 
-def _text(shard: OldShard) -> str:
-    return json.dumps(shard.fingerprint, sort_keys=True)
-
-
 def _unite_sources(shards: list[OldShard]) -> None:
     """Give imported shards the same fingerprint if their fingerprints differ only in the source folders."""
     alike: dict[str, tuple[list[OldShard], list[Any]]] = {}  # shards, and the folders of all of them
@@ -129,7 +124,7 @@ def _unite_sources(shards: list[OldShard]) -> None:
         fingerprint = shard.fingerprint or {}
         if "format" in fingerprint and SOURCE in fingerprint:
             others = {name: value for name, value in fingerprint.items() if name != SOURCE}
-            group, folders = alike.setdefault(json.dumps(others, sort_keys=True), ([], []))
+            group, folders = alike.setdefault(as_text(others), ([], []))
             group.append(shard)
             source = fingerprint[SOURCE]
             folders += [name for name in (source if isinstance(source, list) else [source]) if name not in folders]
@@ -140,12 +135,14 @@ def _unite_sources(shards: list[OldShard]) -> None:
 
 def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     """Raise StaleCacheError if a shard has a fingerprint that no shard of the first cache has."""
-    texts, first = set(map(_text, parts[0])), parts[0][0]
+    texts, first = {as_text(shard.fingerprint) for shard in parts[0]}, parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
-        if _text(shard) not in texts:
+        if as_text(shard.fingerprint) not in texts:
             stored, expected = shard.fingerprint, first.fingerprint
             others = [{name: part[name] for name in part if name != SOURCE} for part in (stored or {}, expected or {})]
-            if stored and others[0] != others[1]:  # the error names one of these fields, not the folder of an import
+            if stored and as_text(others[0]) != as_text(
+                others[1]
+            ):  # the error names one of these fields, not the folder of an import
                 stored, expected = others
             try:
                 check_fingerprint(shard.path, stored, expected or {})
@@ -176,7 +173,7 @@ def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> It
     runs: list[Run] = []
     count = nbytes = 0
     for shard in shards:
-        if runs and _text(shard) != _text(runs[0][0]):
+        if runs and as_text(shard.fingerprint) != as_text(runs[0][0].fingerprint):
             yield runs
             runs, count, nbytes = [], 0, 0
         totals, row = np.cumsum(_sizes(shard)), 0
