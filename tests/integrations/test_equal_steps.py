@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import webdataset as wds
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import wds_tensorcache as tc
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create:UserWarning", "ignore:epoch .* steps used:UserWarning"
+    "ignore:This DataLoader will create:UserWarning",
+    "ignore:epoch .* steps used:UserWarning",
+    "ignore:'set_vital':UserWarning",
 )
 SIZES = (2, 23, 4, 5, 9)  # samples in each shard
 KILLED = """
@@ -31,6 +34,19 @@ for step, batch in enumerate(stream, 1):
             json.dump(stream.state_dict(), file)
     if step == int(sys.argv[2]) + 1:
         os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+REDUCED = """
+import sys
+import torch
+import wds_tensorcache as tc
+torch.distributed.init_process_group("gloo")
+stream = tc.ResumablePipeline(sys.argv[1], batch_size=2, steps="longest")
+loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=torch.distributed.get_rank())
+for _ in loader:
+    torch.distributed.all_reduce(torch.ones(1))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
 """
 
 
@@ -157,3 +173,41 @@ def test_numbers_of_samples_come_from_a_manifest(folder: str) -> None:
 
 def test_batches_without_steps(folder: str) -> None:
     assert count(pipeline(folder, None)) == [2] * 21 + [1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_all_ranks_and_workers(folder: str, world_size: int) -> None:
+    for rank in range(world_size):
+        for num_workers in range(5):
+            for steps in ("shortest", "longest", 7):
+                stream = pipeline(folder, steps, rank, world_size)
+                assert count(DataLoader(stream, batch_size=None, num_workers=num_workers)) == [2] * len(stream)
+
+
+def test_resumed_with_workers(folder: str) -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(pipeline(folder, 30), batch_size=None, num_workers=2)
+
+    whole = [batch["__key__"] for batch in loader()]
+    first, second = loader(), loader()
+    head = [batch["__key__"] for _, batch in zip(range(25), first, strict=False)]
+    second.load_state_dict(first.state_dict())
+    assert head + [batch["__key__"] for batch in second] == whole
+
+
+@pytest.mark.long
+def test_all_reduce_in_each_step(folder: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REDUCED)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        folder,
+    ]
+    subprocess.run(launch, check=True)
