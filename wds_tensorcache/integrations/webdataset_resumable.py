@@ -8,12 +8,13 @@ import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from webdataset.handlers import reraise_exception
 from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
@@ -70,6 +71,14 @@ class ResumablePipeline(IterableDataset[Any]):
             string that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a
             folder, manifest, wildcard or brace are always opened as paths.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
+        batch_size: Number of items of the last stage in a batch; None yields single items. Pass `batch_size=None` to the
+            `DataLoader`. Without `steps`, the last batch of each worker may be smaller.
+        steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` and `"longest"` take the
+            number of the rank with the fewest or most samples in epoch 0, which a manifest must list. The workers of a rank
+            share its steps. A worker with too few samples passes its shards to the stages again; one with more leaves out the
+            rest of the epoch, and `DataLoader` workers without shards have no steps. Each process warns once that samples
+            are repeated or left out.
+        collate: Function of a list of items that returns a batch.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
         rank, world_size, group: As for `Loader`.
@@ -78,10 +87,12 @@ class ResumablePipeline(IterableDataset[Any]):
     Raises:
         FileNotFoundError: No file matches a local string, a folder has no shards, or a manifest does not exist.
         TypeError: `urls` has a type that is not listed above.
-        ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does.
+        ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does; or
+            `steps` has no `batch_size`, is less than 1, or needs numbers of samples that no manifest lists.
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
+        ValueError: No item leaves the last stage in a whole pass over a worker's shards, but `steps` needs some.
         FormatError, OSError, ImportError: As for `tarfile_to_samples`; FormatError also if a shard does not match its manifest.
 
     Memory: for each remote shard that is being read, up to 20 MiB.
@@ -91,6 +102,9 @@ class ResumablePipeline(IterableDataset[Any]):
         self,
         urls: Urls,
         *stages: Any,
+        batch_size: int | None = None,
+        steps: int | str | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
         shuffle: bool = True,
         seed: int = 0,
         rank: int | None = None,
@@ -119,16 +133,83 @@ class ResumablePipeline(IterableDataset[Any]):
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
         self._digest = _digest_of(self._urls, self._loads, self._listed)
+        self._batch_size = None if batch_size is None else operator.index(batch_size)
+        if self._batch_size is not None and self._batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}, expected 1 or more, or None for single items")
+        self._collate = collate
+        self._num_samples = [
+            None if shard is None or shard.entry is None else shard.entry.num_samples for shard in self._listed
+        ]
+        self._steps = self._count_steps(steps)
         self._epochs = _SharedEpochs()
+        self._has_told = False  # that samples are repeated or left out
         self._pid = os.getpid()
         self._iteration = 0
         self._has_warned = False  # of samples that set_epoch left out
         self._move(0, {}, is_over=False)
 
+    def _count_steps(self, steps: int | str | None) -> int | None:
+        if steps is None:
+            return None
+        if self._batch_size is None:
+            raise ValueError(
+                f"steps={steps!r} counts batches: also pass batch_size=, and batch_size=None to the DataLoader"
+            )
+        if not isinstance(steps, str):
+            if operator.index(steps) < 1:
+                raise ValueError(f"steps={steps}, expected 1 or more, 'shortest' or 'longest'")
+            return operator.index(steps)
+        if steps not in ("shortest", "longest"):
+            raise ValueError(f"steps={steps!r:.100}, expected a number, 'shortest' or 'longest'")
+        counts = [count for count in self._num_samples if count is not None]
+        if len(counts) < len(self._urls):
+            raise ValueError(
+                f"steps={steps!r}: no manifest lists the samples of {len(self._urls) - len(counts)} of {len(self._urls)} "
+                "shards; open the shards through their manifest.json, or pass steps= as a number"
+            )
+        order = self._order(0, range(len(self._urls))).tolist()
+        totals = [sum(counts[shard] for shard in part) for part in _divide(order, self._loads, self._world_size)]
+        total = min(totals) if steps == "shortest" else max(totals)
+        if total < self._batch_size:
+            raise ValueError(
+                f"steps={steps!r}: rank {totals.index(total)} has {total} samples, less than one batch of {self._batch_size}; "
+                "pass a smaller batch_size=, or steps= as a number to repeat samples"
+            )
+        return total // self._batch_size
+
+    def __len__(self) -> int:
+        """Return the number of batches of this rank in an epoch; raise TypeError without `steps`."""
+        if self._steps is None:
+            raise TypeError("a stream has no length without steps=")
+        return self._steps
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def num_repeated(self) -> int:
+        """Number of samples in this process's batches of the epoch that came from a repeated pass over its shards.
+
+        `DataLoader` workers have their own numbers, which their warnings show.
+        """
+        return self._progress[3]
+
+    @property
+    def num_left_out(self) -> int | None:
+        """Number of samples of this process's shards that the epoch's batches have not used, 0 if the shards are repeated.
+
+        None if no manifest lists the samples. `DataLoader` workers have their own numbers, which their warnings show.
+        """
+        if self._progress[0]:
+            return 0
+        counts = [self._num_samples[shard] for shard in self._shards()]
+        return None if None in counts else sum(count for count in counts if count is not None) - self._progress[2]
+
     def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
         """Set the position at which the next iteration starts, and end the current iteration."""
         self._iteration += 1
         self._epoch, self._done, self._is_over, self._is_next = epoch, done, is_over, True
+        self._progress = [0, 0, 0, 0]  # passes that ended, batches, samples of pass 0, repeated samples
         if get_worker_info() is None:
             self._epochs.put(epoch if is_over else epoch - 1)
 
@@ -141,6 +222,7 @@ class ResumablePipeline(IterableDataset[Any]):
                 )
             self._pid, self._iteration = os.getpid(), 0
             self._done, self._is_over, self._is_next = {}, False, False
+            self._progress, self._has_told = [0, 0, 0, 0], False
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
@@ -158,7 +240,7 @@ class ResumablePipeline(IterableDataset[Any]):
         is_given, self._is_next = self._is_next and not is_replaced, False
         epoch = self._epochs.begin(info, self._iteration, self._epoch if is_given else None)
         if not is_given:
-            self._epoch, self._done, self._is_over = epoch, {}, False
+            self._epoch, self._done, self._is_over, self._progress = epoch, {}, False, [0, 0, 0, 0]
 
     def _items(self, iteration: int, info: Any) -> Iterator[Any]:
         if iteration == self._iteration:
@@ -167,21 +249,88 @@ class ResumablePipeline(IterableDataset[Any]):
                 self._begin(info)
             if self._is_over:
                 return  # this worker is done, but other workers have samples left in the epoch
-        done = self._done
-        for item in DataPipeline(self._samples, *self._stages):
-            if iteration != self._iteration:
-                raise RuntimeError("a later iteration of this stream ended this one; iterate over one at a time")
-            positions = list(_positions(item))
-            if not positions:
-                raise KeyError(
-                    f"an item of the last stage has no {POSITION!r}, from which the stream knows which samples are done; "
-                    "let the stages pass it on, or apply this stage to the items of the stream"
+        share = self._share()
+        done, progress = self._done, self._progress
+        batch: list[tuple[Any, list[tuple[int, int]], dict[int, _Done], bool]] = []
+        num_passes = progress[0]
+        while share is None or progress[1] < share:
+            is_whole, is_empty = not done, True
+            for item in DataPipeline(partial(self._samples, done), *self._stages):
+                if iteration != self._iteration:
+                    raise RuntimeError("a later iteration of this stream ended this one; iterate over one at a time")
+                positions = list(_positions(item))
+                if not positions:
+                    raise KeyError(
+                        f"an item of the last stage has no {POSITION!r}, from which the stream knows which samples are done; "
+                        "let the stages pass it on, or apply this stage to the items of the stream"
+                    )
+                is_empty = False
+                batch.append((item, positions, done, num_passes > 0))
+                if len(batch) < (self._batch_size or 1):
+                    continue
+                # only a whole batch moves the position, so that a state never skips items that wait for their batch
+                self._done, progress[0] = done, num_passes
+                yield self._finish(batch)
+                if share is not None and progress[1] == share:
+                    break
+            if share is None:
+                if batch:
+                    yield self._finish(batch)
+                break
+            if is_empty and is_whole:
+                raise ValueError(
+                    f"no item left the last stage in a pass over the shards of rank {self._rank}, but its worker needs "
+                    f"{share:,} batches; let the stages drop fewer samples, or use fewer workers or other shards"
                 )
-            for shard, index in positions:
-                done.setdefault(shard, _Done()).add(index)
-            yield item
+            if progress[1] < share:
+                done, num_passes = {}, num_passes + 1
         if iteration == self._iteration:
             self._is_over = True
+            self._tell(share)
+
+    def _finish(self, batch: list[tuple[Any, list[tuple[int, int]], dict[int, _Done], bool]]) -> Any:
+        """Mark the samples of a batch as done, empty it, and return its items."""
+        items = [item for item, *_ in batch]
+        for _, positions, done, is_repeated in batch:
+            for shard, index in positions:
+                done.setdefault(shard, _Done()).add(index)
+            self._progress[2 + is_repeated] += len(positions)
+        self._progress[1] += 1
+        batch.clear()
+        return items[0] if self._batch_size is None else self._collate(items)
+
+    def _share(self) -> int | None:
+        """Return this worker's number of steps: a part of its rank's, in proportion to its samples, or else its bytes."""
+        if self._steps is None:
+            return None
+        worker, num_workers = _find_worker()
+        counts = [count for count in self._num_samples if count is not None]
+        weights = counts if len(counts) == len(self._urls) and any(counts) else self._loads
+        totals = [
+            sum(weights[shard] for shard in part) for part in _divide(self._shards_of_rank(), self._loads, num_workers)
+        ]
+        before, total = sum(totals[:worker]), max(1, sum(totals))
+        return self._steps * (before + totals[worker]) // total - self._steps * before // total
+
+    def _tell(self, share: int | None) -> None:
+        """Warn once in this process if samples of the epoch were repeated or left out."""
+        if share is None or self._has_told:
+            return
+        *_, num_used, num_repeated = self._progress
+        num_left_out = self.num_left_out
+        if not num_repeated and num_left_out == 0:
+            return
+        self._has_told = True
+        rest = (
+            "an unknown number were left out, because no manifest lists them"
+            if num_left_out is None
+            else f"{num_left_out:,} were left out"
+        )
+        warnings.warn(
+            f"epoch {self._epoch}, rank {self._rank}, worker {_find_worker()[0]}: {share:,} steps used {num_used:,} samples; "
+            f"{num_repeated:,} were repeated, and {rest}. Later epochs do not warn",
+            stacklevel=user_level(),
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. If a loaded state stopped within this epoch, the iteration resumes there.
@@ -204,10 +353,12 @@ class ResumablePipeline(IterableDataset[Any]):
                 stacklevel=user_level(),
             )
         is_resumed = self._is_next and epoch == self._epoch and not self._is_over
+        progress = self._progress
         self._move(epoch, self._done if is_resumed else {}, is_over=False)
+        if is_resumed:
+            self._progress = progress
 
-    def _samples(self) -> Iterator[dict[str, Any]]:
-        all_done = self._done
+    def _samples(self, all_done: dict[int, _Done]) -> Iterator[dict[str, Any]]:
         for shard in self._shards():
             done = all_done.setdefault(shard, _Done())
             if done.edges == [0, done.count]:  # all samples of the shard
@@ -246,10 +397,13 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def _shards(self) -> list[int]:
         """Return this worker's shards in the epoch's order."""
-        order = self._order(self._epoch, range(len(self._urls))).tolist()
+        worker, num_workers = _find_worker()
+        return _divide(self._shards_of_rank(), self._loads, num_workers)[worker]
+
+    def _shards_of_rank(self) -> list[int]:
         # ranks first: the workers of one rank must not take all shards while another rank has none
-        of_rank = _shards_of(order, self._loads, self._rank, self._world_size)
-        return _shards_of(of_rank, self._loads, *_find_worker())
+        order = self._order(self._epoch, range(len(self._urls))).tolist()
+        return _divide(order, self._loads, self._world_size)[self._rank]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the samples that have left the last stage, as plain values for JSON.
@@ -263,6 +417,8 @@ class ResumablePipeline(IterableDataset[Any]):
         done = {str(shard): [list(done.edges), done.count] for shard, done in self._done.items() if done.edges}
         starts = {str(shard): start for shard, done in self._done.items() if (start := done.first_start()) is not None}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
+        if self._steps is not None:
+            state["progress"] = list(self._progress)
         return state | {"of": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,7 +441,11 @@ class ResumablePipeline(IterableDataset[Any]):
             raise ValueError(f"the state belongs to a different stream: {fields.get('of')!r:.500}; this is {identity}")
         if type(epoch) is not int or not 0 <= epoch < _MAX_EPOCH or type(is_over) is not bool:
             raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
+        progress = fields.get("progress") if self._steps is not None else [0, 0, 0, 0]
+        if not isinstance(progress, list) or len(progress) != 4 or not _are_counts(*progress):
+            raise ValueError(f"the state is damaged: progress {progress!r:.100}")
         self._move(epoch, _parse_done(fields.get("done"), fields.get("starts", {}), len(self._urls)), is_over=is_over)
+        self._progress = list(progress)
 
     def _identity(self) -> dict[str, Any]:
         worker, num_workers = _find_worker()
@@ -296,7 +456,7 @@ class ResumablePipeline(IterableDataset[Any]):
             "world_size": self._world_size,
             "worker": worker,
             "num_workers": num_workers,
-        }
+        } | ({} if self._steps is None else {"batch_size": self._batch_size, "steps": self._steps})
 
 
 class _SharedEpochs:
@@ -437,17 +597,16 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
             yield from _positions(part)
 
 
-def _shards_of(shards: list[int], loads: list[int], part: int, num_parts: int) -> list[int]:
-    """Return the shards of one part. Each shard in turn goes to the part with the smallest load so far."""
+def _divide(shards: list[int], loads: list[int], num_parts: int) -> list[list[int]]:
+    """Return the shards of all parts. Each shard in turn goes to the part with the smallest load so far."""
     # a heap, since 10^5 shards may be divided among 10^4 ranks
     totals = [(0, index) for index in range(num_parts)]
-    of_part = []
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
     for shard in shards:
         total, least = totals[0]
         heapq.heapreplace(totals, (total + loads[shard], least))
-        if least == part:
-            of_part.append(shard)
-    return of_part
+        parts[least].append(shard)
+    return parts
 
 
 def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:

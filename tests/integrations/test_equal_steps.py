@@ -1,0 +1,213 @@
+"""Streams with equal steps: every rank has the same number of batches, with any workers, also after a resume."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset as wds
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import wds_tensorcache as tc
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning",
+    "ignore:epoch .* steps used:UserWarning",
+    "ignore:'set_vital':UserWarning",
+)
+SIZES = (2, 23, 4, 5, 9)  # samples in each shard
+KILLED = """
+import json, os, signal, sys
+import wds_tensorcache as tc
+stream = tc.ResumablePipeline(sys.argv[1], batch_size=3, steps=20, rank=1, world_size=2)
+for step, batch in enumerate(stream, 1):
+    print(json.dumps(batch["__key__"]), flush=True)
+    if step == int(sys.argv[2]):
+        with open(sys.argv[3], "w") as file:
+            json.dump(stream.state_dict(), file)
+    if step == int(sys.argv[2]) + 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+REDUCED = """
+import sys
+import torch
+import wds_tensorcache as tc
+torch.distributed.init_process_group("gloo")
+stream = tc.ResumablePipeline(sys.argv[1], batch_size=2, steps="longest")
+loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=torch.distributed.get_rank())
+for _ in loader:
+    torch.distributed.all_reduce(torch.ones(1))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("steps")
+    for shard, size in enumerate(SIZES):
+        with wds.TarWriter(str(path / f"{shard}.tar")) as sink:
+            for i in range(size):
+                sink.write({"__key__": f"{shard}-{i}", "cls": i})
+    shards = [
+        {"url": f"{shard}.tar", "nsamples": size, "filesize": (path / f"{shard}.tar").stat().st_size}
+        for shard, size in enumerate(SIZES)
+    ]
+    manifest = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": shards}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return str(path)
+
+
+def pipeline(folder: str, steps: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Any:
+    return tc.ResumablePipeline(folder, batch_size=2, steps=steps, rank=rank, world_size=world_size, **options)
+
+
+def count(loader: Any) -> list[int]:
+    return [len(batch["__key__"]) for batch in loader]
+
+
+@pytest.mark.parametrize("steps", ["shortest", "longest", 7])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_each_rank_has_the_same_steps(folder: str, steps: Any, world_size: int) -> None:
+    streams = [pipeline(folder, steps, rank, world_size) for rank in range(world_size)]
+    (length,) = {len(stream) for stream in streams}
+    for stream in streams:
+        for _ in range(2):
+            assert count(stream) == [2] * length
+
+
+@pytest.mark.parametrize(("rank", "num_workers", "world_size"), [(0, 1, 5), (0, 2, 3), (1, 3, 2), (0, 4, 1), (1, 4, 5)])
+def test_workers_share_the_steps_of_their_rank(folder: str, rank: int, num_workers: int, world_size: int) -> None:
+    stream = pipeline(folder, 7, rank, world_size)
+    loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
+    assert len(loader) == 7
+    for _ in range(2):
+        assert count(loader) == [2] * 7
+
+
+@pytest.mark.parametrize("steps", ["longest", 30])
+def test_resumed_at_every_step(folder: str, steps: Any) -> None:
+    whole = [batch["__key__"] for batch in pipeline(folder, steps, 1, 2)]
+    for taken in range(1, len(whole)):
+        stream, resumed = pipeline(folder, steps, 1, 2), pipeline(folder, steps, 1, 2)
+        head = [batch["__key__"] for _, batch in zip(range(taken), stream, strict=False)]
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+        assert head + [batch["__key__"] for batch in resumed] == whole
+
+
+def test_killed_and_resumed(folder: str, tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KILLED, folder, "12", str(state)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == -signal.SIGKILL
+    options = {"batch_size": 3, "steps": 20, "rank": 1, "world_size": 2}
+    whole = [batch["__key__"] for batch in tc.ResumablePipeline(folder, **options)]
+    resumed = tc.ResumablePipeline(folder, **options)
+    resumed.load_state_dict(json.loads(state.read_text()))
+    head = [json.loads(line) for line in run.stdout.splitlines()][:12]
+    assert head + [batch["__key__"] for batch in resumed] == whole
+
+
+@pytest.mark.parametrize(("steps", "num_used", "num_repeated", "num_left_out"), [(10, 20, 0, 23), (30, 43, 17, 0)])
+def test_repeated_and_left_out_samples_are_counted(
+    folder: str, steps: int, num_used: int, num_repeated: int, num_left_out: int
+) -> None:
+    stream = pipeline(folder, steps)
+    with pytest.warns(UserWarning, match=f"{num_left_out} were left out") as told:
+        epochs = [[key for batch in stream for key in batch["__key__"]] for _ in range(2)]
+    keys = Counter(epochs[0])
+    assert f"used {num_used} samples; {num_repeated} were repeated" in str(told[0].message)
+    assert len(told) == 1
+    assert len(keys) == num_used
+    assert sum(keys.values()) - len(keys) == num_repeated == stream.num_repeated
+    assert stream.num_left_out == num_left_out
+
+
+def test_stages_may_drop_samples(folder: str) -> None:
+    stream = pipeline(folder, "longest", 0, 2, shuffle=False)
+    kept = tc.ResumablePipeline(
+        folder,
+        wds.select(lambda sample: sample["__key__"].endswith("1")),
+        batch_size=2,
+        steps=len(stream),
+        rank=0,
+        world_size=2,
+    )
+    assert count(kept) == [2] * len(stream)
+    nothing = tc.ResumablePipeline(folder, wds.select(lambda sample: False), batch_size=2, steps=3)
+    with pytest.raises(ValueError, match="drop fewer samples"):
+        list(nothing)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"steps": 3}, "also pass batch_size="),
+        ({"steps": 0, "batch_size": 2}, "expected 1 or more"),
+        ({"steps": "most", "batch_size": 2}, "'shortest' or 'longest'"),
+        ({"batch_size": 0}, "expected 1 or more"),
+        ({"steps": "shortest", "batch_size": 3, "rank": 0, "world_size": 5}, "less than one batch"),
+    ],
+)
+def test_wrong_use_says_what_to_do(folder: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tc.ResumablePipeline(folder, **options)
+
+
+def test_numbers_of_samples_come_from_a_manifest(folder: str) -> None:
+    with pytest.raises(ValueError, match=r"through their manifest.json, or pass steps= as a number"):
+        tc.ResumablePipeline([f"{folder}/{shard}.tar" for shard in range(5)], batch_size=2, steps="shortest")
+
+
+def test_batches_without_steps(folder: str) -> None:
+    assert count(pipeline(folder, None)) == [2] * 21 + [1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_all_ranks_and_workers(folder: str, world_size: int) -> None:
+    for rank in range(world_size):
+        for num_workers in range(5):
+            for steps in ("shortest", "longest", 7):
+                stream = pipeline(folder, steps, rank, world_size)
+                assert count(DataLoader(stream, batch_size=None, num_workers=num_workers)) == [2] * len(stream)
+
+
+def test_resumed_with_workers(folder: str) -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(pipeline(folder, 30), batch_size=None, num_workers=2)
+
+    whole = [batch["__key__"] for batch in loader()]
+    first, second = loader(), loader()
+    head = [batch["__key__"] for _, batch in zip(range(25), first, strict=False)]
+    second.load_state_dict(first.state_dict())
+    assert head + [batch["__key__"] for batch in second] == whole
+
+
+@pytest.mark.long
+def test_all_reduce_in_each_step(folder: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(REDUCED)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        folder,
+    ]
+    subprocess.run(launch, check=True)
