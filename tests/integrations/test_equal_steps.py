@@ -135,6 +135,25 @@ def test_repeated_and_left_out_samples_are_counted(
     assert stream.num_left_out == num_left_out
 
 
+def test_the_longest_rank_leaves_no_sample_out(folder: str) -> None:
+    streams = [pipeline(folder, "longest", rank, 3) for rank in range(3)]
+    keys = [[key for batch in stream for key in batch["__key__"]] for stream in streams]
+    assert {key for of_rank in keys for key in of_rank} == {
+        f"{s}-{i}" for s, size in enumerate(SIZES) for i in range(size)
+    }
+
+
+def test_each_worker_warns_once(folder: str) -> None:
+    script = f"""
+import torch, wds_tensorcache as tc
+loader = torch.utils.data.DataLoader(tc.ResumablePipeline({folder!r}, batch_size=2, steps=30), batch_size=None, num_workers=2)
+print(sum(len(list(loader)) for _ in range(3)))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "90"
+    assert run.stderr.count("were repeated") == 2
+
+
 def test_stages_may_drop_samples(folder: str) -> None:
     stream = pipeline(folder, "longest", 0, 2, shuffle=False)
     kept = tc.ResumablePipeline(
@@ -210,4 +229,4 @@ def test_all_reduce_in_each_step(folder: str, tmp_path: Path) -> None:
         str(script),
         folder,
     ]
-    subprocess.run(launch, check=True)
+    subprocess.run(launch, check=True, timeout=300)

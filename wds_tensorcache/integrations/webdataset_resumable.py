@@ -73,11 +73,11 @@ class ResumablePipeline(IterableDataset[Any]):
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         batch_size: Number of items of the last stage in a batch; None yields single items. Pass `batch_size=None` to the
             `DataLoader`. Without `steps`, the last batch of each worker may be smaller.
-        steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` and `"longest"` take the
-            number of the rank with the fewest or most samples in epoch 0, which a manifest must list. The workers of a rank
-            share its steps. A worker with too few samples passes its shards to the stages again; one with more leaves out the
-            rest of the epoch, and `DataLoader` workers without shards have no steps. Each process warns once that samples
-            are repeated or left out.
+        steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` takes the full batches of
+            the rank with the fewest samples in epoch 0, `"longest"` as many batches as the rank with the most samples fills
+            or begins; a manifest must list the samples. The workers of a rank share its steps. A worker with too few samples
+            passes its shards to the stages again; one with more leaves out the rest of the epoch, and `DataLoader` workers
+            without shards have no steps. Each worker warns once that samples are repeated or left out.
         collate: Function of a list of items that returns a batch.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -142,7 +142,6 @@ class ResumablePipeline(IterableDataset[Any]):
         ]
         self._steps = self._count_steps(steps)
         self._epochs = _SharedEpochs()
-        self._has_told = False  # that samples are repeated or left out
         self._pid = os.getpid()
         self._iteration = 0
         self._has_warned = False  # of samples that set_epoch left out
@@ -169,11 +168,13 @@ class ResumablePipeline(IterableDataset[Any]):
             )
         order = self._order(0, range(len(self._urls))).tolist()
         totals = [sum(counts[shard] for shard in part) for part in _divide(order, self._loads, self._world_size)]
-        total = min(totals) if steps == "shortest" else max(totals)
+        if steps == "longest":
+            return max(1, -(-max(totals) // self._batch_size))  # the last batch is filled with repeated samples
+        total = min(totals)
         if total < self._batch_size:
             raise ValueError(
                 f"steps={steps!r}: rank {totals.index(total)} has {total} samples, less than one batch of {self._batch_size}; "
-                "pass a smaller batch_size=, or steps= as a number to repeat samples"
+                "pass a smaller batch_size=, or steps='longest' to repeat samples"
             )
         return total // self._batch_size
 
@@ -222,7 +223,7 @@ class ResumablePipeline(IterableDataset[Any]):
                 )
             self._pid, self._iteration = os.getpid(), 0
             self._done, self._is_over, self._is_next = {}, False, False
-            self._progress, self._has_told = [0, 0, 0, 0], False
+            self._progress = [0, 0, 0, 0]
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
@@ -313,21 +314,23 @@ class ResumablePipeline(IterableDataset[Any]):
         return self._steps * (before + totals[worker]) // total - self._steps * before // total
 
     def _tell(self, share: int | None) -> None:
-        """Warn once in this process if samples of the epoch were repeated or left out."""
-        if share is None or self._has_told:
+        """Warn if samples of the epoch were repeated or left out, once for each worker."""
+        worker, _ = _find_worker()
+        has_told = self._epochs.has_told
+        if share is None or has_told[worker % _NUM_WORKERS]:
             return
         *_, num_used, num_repeated = self._progress
         num_left_out = self.num_left_out
         if not num_repeated and num_left_out == 0:
             return
-        self._has_told = True
+        has_told[worker % _NUM_WORKERS] = True
         rest = (
             "an unknown number were left out, because no manifest lists them"
             if num_left_out is None
             else f"{num_left_out:,} were left out"
         )
         warnings.warn(
-            f"epoch {self._epoch}, rank {self._rank}, worker {_find_worker()[0]}: {share:,} steps used {num_used:,} samples; "
+            f"epoch {self._epoch}, rank {self._rank}, worker {worker}: {share:,} steps used {num_used:,} samples; "
             f"{num_repeated:,} were repeated, and {rest}. Later epochs do not warn",
             stacklevel=user_level(),
         )
@@ -466,6 +469,9 @@ class _SharedEpochs:
     the next epoch under this base seed. The other workers find the epoch there, even if the next iteration has begun elsewhere.
     No lock is needed, because all workers of an iteration write the same value into the same cell.
 
+    Attributes:
+        has_told: For each worker, whether it has warned of samples that are repeated or left out.
+
     Threads/fork/pickle: forked and spawned processes share the cells; a copy by `pickle` or `deepcopy` is independent.
     """
 
@@ -473,11 +479,13 @@ class _SharedEpochs:
         # a cell for each recent iteration: its epoch + 1, and its key, which is 0 for an iteration in the main process; then a
         # cell for each worker: its last epoch + 1
         self._cells = torch.zeros(_NUM_RECENT + _NUM_WORKERS, dtype=torch.int64)
+        self.has_told = torch.zeros(_NUM_WORKERS, dtype=torch.bool)
         self.__setstate__({})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._cells.share_memory_()  # type: ignore[no-untyped-call]  # no change if they are shared
+        for cells in (self._cells, self.has_told):
+            cells.share_memory_()  # type: ignore[no-untyped-call]  # no change if they are shared
 
     def begin(self, info: Any, turn: int, epoch: int | None = None) -> int:
         """Return the epoch that a worker or the main process begins.
