@@ -44,7 +44,12 @@ def save_training_set(path: str, latents: list[Any], conditioning: list[Any]) ->
         for where, item in ((f"latents[{number}]", latent), (f"conditioning[{number}]", condition)):
             for at, value in _leaves(item, where):
                 _check(value, at)
-    with tc.ShardWriter(path, fingerprint={"format": "comfyui"}) as writer:
+    try:
+        writer = tc.ShardWriter(path, fingerprint={"format": "comfyui"})
+    except FileExistsError:
+        # not the library's own advice, which is to overwrite: a workflow may still read from the folder
+        raise FileExistsError(f"{path} already contains a cache; enter another folder_name") from None
+    with writer:
         for number, (latent, condition) in enumerate(zip(latents, conditioning, strict=True)):
             writer.write(f"{number:08d}", _map({"latents": latent, "conditioning": condition}, _as_stored))
     return len(latents)
@@ -233,7 +238,10 @@ class LoadTensorCache:
     """The node Load Tensor Cache. It returns two lists of equal length."""
 
     CATEGORY = "dataset"
-    DESCRIPTION = "Loads latents and conditioning; tensors are read when they are used."
+    DESCRIPTION = (
+        "Loads latents and conditioning; tensors are read when they are used. Resolution Bucket uses all of them at once, so it "
+        "loads the whole training set into memory."
+    )
     FUNCTION = "load"
     OUTPUT_IS_LIST = (True, True)
     RETURN_NAMES = ("latents", "conditioning")
