@@ -239,8 +239,8 @@ class LoadTensorCache:
 
     CATEGORY = "dataset"
     DESCRIPTION = (
-        "Loads latents and conditioning; tensors are read when they are used. Resolution Bucket uses all of them at once, so it "
-        "loads the whole training set into memory."
+        "Loads latents and conditioning; tensors are read when they are used. "
+        "Resolution Bucket uses all of them at once, so it loads the whole training set into memory."
     )
     FUNCTION = "load"
     OUTPUT_IS_LIST = (True, True)

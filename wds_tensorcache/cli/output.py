@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+_NUMBERS = re.compile(r'\[\n([^\[\]{}"]+)\]')  # a string has no line break in JSON
 _WIDEST = 100_000  # of a table in a file, in columns
 
 
@@ -80,9 +82,10 @@ class Output:
         return self.console.is_terminal and not self.as_json
 
     def result(self, value: Any) -> None:
-        """Print the result as JSON, if JSON was requested; see `to_json`."""
+        """Print the result as JSON, if JSON was requested, with each list of numbers on one line; see `to_json`."""
         if self.as_json:
-            sys.stdout.write(json.dumps(to_json(value), indent=2, allow_nan=False) + "\n")
+            text = json.dumps(to_json(value), indent=2, allow_nan=False)
+            sys.stdout.write(_NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", text) + "\n")
 
     def results(self, values: Iterable[Any]) -> None:
         """Print a JSON array item by item, if JSON was requested. Memory: one item."""
