@@ -241,7 +241,8 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     for key in ("base", "datasets"):
         problem = "no value: list all shards in shardlist, with urls relative to the manifest"
         _expect(not document.get(key), key, document.get(key), problem, kind="format")
-    shardlist, extra = document.get("shardlist"), document.get(_OURS, {})
+    shardlist: Any = document.get("shardlist")
+    extra: Any = document.get(_OURS, {})
     _expect(isinstance(shardlist, list), "shardlist", shardlist, "a list")
     _expect(isinstance(extra, dict), _OURS, extra, "an object")
     version = extra.get("version", _OUR_VERSION)

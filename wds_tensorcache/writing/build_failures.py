@@ -47,6 +47,11 @@ class Failure:
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
         return Failure(item, key, type(exc).__name__, str(exc)[:_MAX_TEXT], where[:_MAX_TEXT])
 
+    @property
+    def place(self) -> str:
+        """The item's number, and its key if it is known."""
+        return f"item {self.item}" + f" (key {self.key!r})" * bool(self.key)
+
     def __str__(self) -> str:
         return f"{self.error}: {self.text}".replace("\n", " ") + f" ({self.frame})"
 
@@ -84,7 +89,7 @@ class Failures:
     def add(self, failure: Failure) -> None:
         with self._lock:
             if not self.new:  # a mistake in `fn` would otherwise be seen only at the end
-                _log.warning("tc.build: item %d (key %r) failed: %s", failure.item, failure.key or None, failure)
+                _log.warning("tc.build: %s failed: %s", failure.place, failure)
             self.new[failure.item] = failure
             # Cost: each write repeats all failures, so their number grows by a tenth between two writes.
             if len(self.new) > 1.1 * self._num_written:
@@ -128,8 +133,8 @@ class Failures:
             return
         failures = sorted(self.new.values(), key=lambda failure: failure.item)
         first, path = failures[0], shown(self.folder.locate(self.name))
-        problem = f"{format_count(len(failures), 'item')} failed, listed in {path}; the first is item {first.item} "
-        problem += f"(key {first.key or None!r}): {first.error}: {first.text}"
+        problem = f"{format_count(len(failures), 'item')} failed, listed in {path}; the first is {first.place}: "
+        problem += f"{first.error}: {first.text}"
         if allow:
             warnings.warn(f"tc.build: {problem}", stacklevel=user_level())
             return
