@@ -527,7 +527,7 @@ class Validated(Model):
 @pytest.mark.parametrize("callbacks", [[], [ResumeLoaders]], ids=["alone", "ResumeLoaders"])
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callbacks: list[Any]) -> None:
-    """Lightning's epochs of 2 batches see all 6 batches of the loader, also after each checkpoint and with `max_steps`."""
+    """Lightning's epochs of 4 batches see all 6 batches of the loader, also after each checkpoint and with `max_steps`."""
 
     def loader() -> Any:
         return make(kind, plain, 2, shuffle=True, on_early_exit="continue")
@@ -538,12 +538,8 @@ def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callback
     saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
     def fit(num_steps: int, path: Path | None = None, *more: Any) -> Any:
-        trainer, model = (
-            pl.Trainer(
-                max_steps=num_steps, limit_train_batches=4, callbacks=[*more, *(call() for call in callbacks)], **QUIET
-            ),
-            Validated(),
-        )
+        options = {"max_steps": num_steps, "limit_train_batches": 4, "default_root_dir": tmp_path / "root"} | QUIET
+        trainer, model = pl.Trainer(callbacks=[*more, *(call() for call in callbacks)], **options), Validated()
         trainer.fit(model, loader(), tc.Loader(plain, 4), ckpt_path=path)
         return trainer, model
 
