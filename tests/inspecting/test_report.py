@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
 import runpy
@@ -68,6 +69,29 @@ def test_samples_have_texts_pictures_and_marks(tmp_path: Path) -> None:
     (latent, _) = json_of("show", tmp_path, "photo-00013")["tensors"]
     stats = card["tensors"][0][3]
     assert (stats["min"], stats["num_nan"]) == (pytest.approx(latent["values"]["min"], rel=1e-5), 0)
+
+
+def test_captions_and_pictures_in_other_members(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    captions = ["a fox", "a fox\nin the snow", "animal"]
+
+    def picture(kind: str, size: tuple[int, int]) -> bytes:
+        image.new("RGB", size).save(file := io.BytesIO(), kind)
+        return file.getvalue()
+
+    members = [{"jpg": picture("JPEG", (600, 300))}, {"png": picture("PNG", (20, 30))}, {"jpg": b"no picture"}]
+    members += [{"png": picture("PNG", (8000, 8000))}]  # would take 192 MB
+    with tc.ShardWriter(tmp_path, fsync=False) as sink:
+        for i, others in enumerate(members):
+            sink.write(f"{i}", {"captions": captions, "x": torch.zeros(2)}, **{"digest.txt": "1"}, **others)
+    report, _, _ = view(tmp_path)
+    assert dict(map(tuple, report["members"])) == {"jpg": 2, "png": 2}  # not the digests of `tc.build`
+    for card, sizes in zip(report["samples"], ([(256, 128)], [(20, 30)], [], []), strict=True):
+        assert (card["is_list"], card["text"].split("\n")) == (True, ["a fox", "a fox in the snow", "animal"])
+        assert [(shown["width"], shown["height"]) for shown in card["pictures"]] == sizes
+        for shown in card["pictures"]:
+            assert image.open(io.BytesIO(base64.b64decode(shown["jpeg"]))).format == "JPEG"
+        assert not card["error"]
 
 
 def test_constant_tensors_are_marked_where_they_are_rare(tmp_path: Path) -> None:

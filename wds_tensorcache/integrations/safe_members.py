@@ -18,6 +18,7 @@ from wds_tensorcache.shards.expansion import check_objects, max_expanded
 
 _MAX_EXTENSION = 100
 _JPEGS = ("JPEG", "MPO", "BLP")
+_MAX_SHRUNK = 1 << 25  # pixels of a picture that is made smaller; a JPEG is decoded at a fraction of its size
 _MAX_SCANS = 100  # programs write about ten scans
 _BYTES_PER_SCAN = 4096  # bytes after the picture, such as a video, contain markers of scans by chance
 _PICKLES: Any = decode_pickle  # marks the place of `_unpickle` among the handlers
@@ -123,6 +124,33 @@ def _check_picture(content: bytes) -> None:
         num_scans = content.count(b"\xff\xda") if picture.format in _JPEGS else 0
         if num_scans > _MAX_SCANS + len(content) // _BYTES_PER_SCAN:
             raise FormatError(f"the JPEG has {num_scans} scans, which cost a walk over all pixels each")
+
+
+def shrink_picture(content: bytes, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:
+    """Return a picture as a JPEG file of at most about `max_nbytes`, and its width and height.
+
+    Raises:
+        FormatError: The bytes are damaged or no picture, or the picture has more than 2^25 pixels.
+        ImportError: Pillow is not installed.
+    """
+    import PIL.Image
+
+    try:
+        _check_picture(content)
+        with PIL.Image.open(io.BytesIO(content)) as picture:
+            picture.draft("RGB", (max_side, max_side))
+            if picture.width * picture.height > _MAX_SHRUNK:
+                raise ValueError(f"the picture has {picture.width} x {picture.height} pixels")
+            small = picture.convert("RGB")
+        while True:
+            small.thumbnail((max_side, max_side))
+            file = io.BytesIO()
+            small.save(file, "JPEG", quality=80)
+            if file.tell() <= max_nbytes or max_side <= 8:
+                return file.getvalue(), small.width, small.height
+            max_side //= 2
+    except Exception as exc:  # Pillow raises all kinds of errors for bad bytes
+        raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
 def _check_ten(content: bytes) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import wds_tensorcache as tc
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
@@ -19,9 +20,11 @@ from wds_tensorcache.inspecting.survey import Survey
 from wds_tensorcache.inspecting.text import cut, escape_hidden, json_number, num_stored, page_text, shape_text
 from wds_tensorcache.inspecting.tree import small_values
 from wds_tensorcache.inspecting.values import ValueStatistics
+from wds_tensorcache.integrations.safe_members import shrink_picture
 
 _TEXT_NAMES = [re.compile(pattern, re.IGNORECASE) for pattern in ("prompt", "caption", "text|txt", "label|class|title")]
 _TEXT_MEMBERS = "txt", "caption", "cls", "json"
+_PICTURE_MEMBERS = "jpg", "jpeg", "png", "webp"
 _MAX_VALUES = 200
 _NUM_DRAWN = 300  # tensors among which pictures are chosen
 _PICTURE_NAMES = re.compile(r"latent|sample|image|video|moment", re.IGNORECASE)
@@ -61,7 +64,8 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
             shape, dtype = shape_text(lazies[name].shape), dtype_name(lazies[name].dtype)
             card["tensors"].append([survey.positions[name], dtype, shape, values_record(values.get(name))])
         card["num_more"] = len(lazies) - len(card["tensors"])
-        card["pictures"] = list(_draw(survey, {name: lazies[name] for name in names}, limits))
+        drawn = [*_open_pictures(survey, index, limits), *_draw(survey, {name: lazies[name] for name in names}, limits)]
+        card["pictures"] = drawn[: limits.num_pictures]
     except READ_ERRORS as exc:
         card["error"] = escape_hidden(str(exc), 500)
     if card["error"]:
@@ -81,7 +85,7 @@ def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
 
 def _new_card(survey: Survey, index: int) -> dict[str, Any]:
     card = {"number": index, "key": escape_hidden(survey.cache.keys()[index]), "error": survey.errors.get(index, "")}
-    return card | {"name": "", "text": "", "text_name": "", "values": []}
+    return card | {"name": "", "text": "", "text_name": "", "is_list": False, "values": []}
 
 
 def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, max_nbytes: int) -> None:
@@ -93,7 +97,12 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
     left = max_nbytes
     best = max(pairs, key=lambda pair: _text_rank(*pair), default=("", ""))
     if _text_rank(*best) > (0,):
-        lines = [best[1]] if isinstance(best[1], str) else [line for line in best[1] if isinstance(line, str)]
+        lines = (
+            [best[1]]
+            if isinstance(best[1], str)
+            else [line.replace("\n", " ") for line in best[1] if isinstance(line, str)]
+        )
+        card["is_list"] = len(lines) > 1
         card["text"], card["text_name"] = cut(escape_hidden("\n".join(lines), left), left), escape_hidden(best[0], 120)
         left -= num_stored(card["text"])
     for name, value in pairs:
@@ -133,6 +142,26 @@ def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
         return None
     numbers = {name: getattr(values, name) for name in ("num_nan", "num_inf", "min", "max", "mean", "std")}
     return {name: None if number is None else json_number(number) for name, number in numbers.items()}
+
+
+def _open_pictures(survey: Survey, index: int, limits: Limits) -> Iterator[dict[str, Any]]:
+    """Yield the pictures in other members of a sample; none without Pillow, and none that is damaged or too large."""
+    for suffix in _PICTURE_MEMBERS:
+        if suffix in survey.description.members:
+            try:
+                (content,) = survey.cache.read_members([index], suffix)
+                jpeg, width, height = shrink_picture(content, limits.picture_side, limits.picture_nbytes)
+            except (KeyError, ImportError, tc.FormatError):
+                continue
+            encoded = base64.b64encode(jpeg).decode("ascii")
+            yield {
+                "member": f".{suffix}",
+                "kind": "photo",
+                "note": "",
+                "jpeg": encoded,
+                "width": width,
+                "height": height,
+            }
 
 
 def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits) -> Iterator[dict[str, Any]]:

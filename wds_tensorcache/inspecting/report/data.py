@@ -17,6 +17,7 @@ from wds_tensorcache.inspecting.text import escape_hidden, json_number, page_tex
 from wds_tensorcache.inspecting.tree import Node, describe_samples
 from wds_tensorcache.inspecting.values import ValueStatistics
 from wds_tensorcache.reading.positions import spread
+from wds_tensorcache.writing.build_compare import DIGEST
 
 _NUM_STRUCTURES = 64  # samples whose structures are merged
 _NUM_SHARDS = 24
@@ -52,7 +53,11 @@ def overview(survey: Survey, title: str) -> dict[str, Any]:
         "nbytes": described.nbytes,
         "file_nbytes": sum(nbytes for _, nbytes, _ in shards),
         "shards": shards[:_NUM_SHARDS],
-        "members": [[escape_hidden(name, 60), count] for name, count in islice(described.members.items(), _NUM_FIELDS)],
+        "members": [
+            [escape_hidden(name, 60), count]
+            for name, count in islice(described.members.items(), _NUM_FIELDS)
+            if name != DIGEST
+        ],
         "fingerprint": [
             [escape_hidden(str(name), 100), _field(value)]
             for name, value in islice(described.fingerprint.items(), _NUM_FIELDS)

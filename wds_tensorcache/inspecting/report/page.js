@@ -374,12 +374,12 @@
 
   function picture(image, card) {
     return make("img", {
-      src: `data:image/png;base64,${image.png}`,
+      src: image.jpeg ? `data:image/jpeg;base64,${image.jpeg}` : `data:image/png;base64,${image.png}`,
       width: image.width,
       height: image.height,
-      class: `pixels ${image.kind}`,
+      class: image.jpeg ? "photo" : `pixels ${image.kind}`,
       decoding: "async",
-      alt: `${nameOf(report.tensors[image.tensor])} of ${titleOf(card)}`,
+      alt: `${image.member || nameOf(report.tensors[image.tensor])} of ${titleOf(card)}`,
     });
   }
 
@@ -397,7 +397,8 @@
       .slice(0, 4)
       .map(([name, text]) => `${name} ${text.slice(0, 60)}`);
     const body = [make("span", { class: "key" }, ...marked(titleOf(card), words))];
-    if (card.text) body.push(make("span", { class: "text", dir: "auto" }, ...marked(card.text.slice(0, 400), words)));
+    const text = (card.is_list ? card.text.split("\n").join(" · ") : card.text).slice(0, 400);
+    if (text) body.push(make("span", { class: "text", dir: "auto" }, ...marked(text, words)));
     if (chips.length) body.push(make("span", { class: "small" }, chips.join(" · ")));
     const label = `${titleOf(card)}. ${(card.text || "").slice(0, 200)} ${card.marks.map((mark) => mark.short).join(", ")}`;
     const button = make(
@@ -511,7 +512,15 @@
           card.marks.map((mark) => make("li", {}, mark.text)),
         ),
       );
-    if (card.text) right.append(make("p", { class: "detail-text", dir: "auto" }, ...marked(card.text, words)));
+    if (card.is_list)
+      right.append(
+        make(
+          "ol",
+          { class: "detail-text", dir: "auto" },
+          card.text.split("\n").map((line) => make("li", {}, ...marked(line, words))),
+        ),
+      );
+    else if (card.text) right.append(make("p", { class: "detail-text", dir: "auto" }, ...marked(card.text, words)));
     const pairs = [
       ["key", card.key],
       ["index", integer(card.number)],
@@ -531,6 +540,7 @@
   }
 
   function captionOf(image) {
+    if (image.member) return image.member;
     const tensor = report.tensors[image.tensor];
     return [`${nameOf(tensor)} ${tensor.dtype}`, image.note].filter(Boolean).join(" · ");
   }
