@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 _Item = TypeVar("_Item")
 _ABOUT_TEXTS = "; the dtype of a text array has its length: select other tensors, or store texts as str"
+_ABOUT_DTYPES = "; store one dtype, or pass collate= a function of the samples that converts them"
 _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks
 
 
@@ -174,7 +175,7 @@ class Columns:
                     raise BatchError(
                         f"tensor {name!r} is {first.kind} of {first.dtype} in sample {layouts.key(present[0][0])!r}, "
                         f"but {other.kind} of {other.dtype} in {layouts.key(number)!r}"
-                        f"{_ABOUT_TEXTS * are_texts}"
+                        f"{_ABOUT_TEXTS if are_texts else _ABOUT_DTYPES}"
                     )
             self.first.append(first)
         self.shapes = [first.shape for first in self.first]
