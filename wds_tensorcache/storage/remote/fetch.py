@@ -30,7 +30,7 @@ class _File(Protocol):
     def state(self) -> ObjectInfo: ...
     def fix(self, state: ObjectInfo, /) -> None: ...
     def check_range(self, begin: int, end: int, /) -> None: ...
-    def missing_error(self) -> Exception: ...
+    def missing_error(self, cause: FileNotFoundError, /) -> Exception: ...
 
 
 Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
@@ -71,7 +71,7 @@ class _Range:
                 lambda: client.read_range(request, skip_bytes(self.buffers, request.at - self.begin))
             )
         except FileNotFoundError as exc:
-            raise file.missing_error() from exc
+            raise file.missing_error(exc) from exc
         file.fix(state)
 
 
