@@ -194,17 +194,24 @@ def format_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-_NUM_LISTED, _NUM_COMPARED, _NUM_CHARS = 8, 1000, 80
+NUM_COMPARED = 1000
+_NUM_LISTED, _NUM_CHARS, _MIN_RATIO = 8, 80, 0.5
 
 
 def list_names(known: Collection[object], wanted: object = "", count: int | None = None) -> str:
     """Return names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
 
-    Names similar to `wanted` come first; only the first 1,000 names are considered. At most 8 names are listed, each with at
-    most 80 characters.
+    Names similar to `wanted` come first; equally similar names keep their order. Only the first 1,000 names are considered.
+    At most 8 names are listed, each with at most 80 characters.
     """
-    texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, _NUM_COMPARED)}
-    near = difflib.get_close_matches(str(wanted)[:_NUM_CHARS], texts, _NUM_LISTED, cutoff=0.5)
+    texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, NUM_COMPARED)}
+    matcher, scores = difflib.SequenceMatcher(b=str(wanted)[:_NUM_CHARS]), dict[str, float]()
+    for text in texts:
+        matcher.set_seq1(text)
+        if matcher.real_quick_ratio() >= _MIN_RATIO and matcher.quick_ratio() >= _MIN_RATIO:
+            scores[text] = matcher.ratio()
+    # not difflib.get_close_matches, which puts the last of equally similar names first
+    near = sorted((text for text in scores if scores[text] >= _MIN_RATIO), key=scores.__getitem__, reverse=True)
     listed = list(dict.fromkeys([*near, *texts]))[:_NUM_LISTED]
     num_more = (len(known) if count is None else count) - len(listed)
     text = ", ".join(f"{texts[name]!r:.{_NUM_CHARS}}" for name in listed) or "none"

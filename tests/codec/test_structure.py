@@ -225,6 +225,8 @@ REFUSED = [
     (lambda: slice("a"), "slice"),
     (lambda: np.dtype("f4,i4"), "dtype"),
     (lambda: np.datetime64("NaT"), "unit"),
+    (lambda: torch.nested.nested_tensor([T, T[:1]], layout=torch.jagged), r"nested.*store list\(x\.unbind\(\)\)"),
+    (lambda: torch.nested.nested_tensor([T, T[:1]], layout=torch.strided), r"nested.*store list\(x\.unbind\(\)\)"),
     (lambda: torch.eye(2).to_sparse(), "sparse.*to_dense"),
     (lambda: torch.empty(2, device="meta"), "meta or"),
     (lambda: torch.zeros(2).as_subclass(Subclass), "subclass.*as_subclass"),

@@ -206,6 +206,38 @@ def test_torch_collates_batches(cache: Any) -> None:
         default_collate(tc.decode_sample(*tc.encode_sample([torch.ones(3), torch.zeros(2, 3)])))
 
 
+@pytest.mark.parametrize(
+    ("others", "error", "message"),
+    [
+        (
+            [None],
+            TypeError,
+            r"default_collate cannot batch None and LazyTensor\('x', shape=\[2\], dtype=torch\.float32\)",
+        ),
+        (
+            [torch.ones(2).half()],
+            RuntimeError,
+            r"cannot stack LazyTensor\('x', .*float16\) onto .*: shapes and dtypes must",
+        ),
+        ([torch.ones(3)], RuntimeError, r"cannot stack LazyTensor\('x', shape=\[3\].* onto .*: shapes and dtypes must"),
+    ],
+)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_torch_collates_samples_that_differ(
+    tmp_path: Path, others: list[Any], error: type[Exception], message: str, reverse: bool
+) -> None:
+    values = [torch.ones(2), *others]
+    with tc.ShardWriter(tmp_path, fsync=False) as writer:
+        for i, value in enumerate(reversed(values) if reverse else values):
+            writer.write(f"{i}", {"x": value})
+    with tc.open(tmp_path) as cache:
+        message = "" if reverse and None not in others else message
+        with pytest.raises(error, match=rf"{message}.*tc\.torch_loader\(cache, batch_size=…, collate=…\)"):
+            next(iter(DataLoader(cache, 2)))  # type: ignore[arg-type]
+        (batch,) = tc.torch_loader(cache, batch_size=2, num_workers=0, collate=lambda samples: samples)
+        assert len(batch) == 2
+
+
 # --- BatchInfo ---
 
 

@@ -14,11 +14,8 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import run_any
 
-MESSAGE = (
-    r"{names} because the names of shards end in \.tar: unpack or rename them, or pass them to tc\.ResumablePipeline by a "
-    r"pattern"
-)
-ONE = MESSAGE.format(names=r"1 other tar is left out \('a-000002\.tar\.gz'\)")
+WHY = r" because only plain tars can be opened; unpack them with `gunzip`, or read them as a stream: "
+ONE = rf"1 compressed tar is left out \('a-000002\.tar\.gz'\){WHY}tc\.ResumablePipeline\('.*/\*\.tar\.gz'\)"
 
 
 def write(folder: Path, *, manifest: bool = False) -> Path:
@@ -48,6 +45,7 @@ def test_readers_warn(tmp_path: Path) -> None:
     assert len(found) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the remedies
+        assert len(list(tc.ResumablePipeline(f"{folder}/*.tar.gz"))) == 10
         assert len(list(tc.ResumablePipeline(f"{folder}/a-*"))) == 30
         packed = folder / "a-000002.tar.gz"
         (folder / "a-000002.tar").write_bytes(gzip.decompress(packed.read_bytes()))
@@ -55,10 +53,24 @@ def test_readers_warn(tmp_path: Path) -> None:
         assert len(tc.open(folder)) == 30
     for path in sorted(folder.glob("a-*.tar")):
         pack(path)
-    names = r"3 other tars are left out \('a-000000\.tar\.gz', 'a-000001\.tar\.gz', 'a-000002\.tar\.gz'\)"
+    names = r"3 compressed tars are left out \('a-000000\.tar\.gz', 'a-000001\.tar\.gz', 'a-000002\.tar\.gz'\)"
     for read in (tc.open, lambda source: tc.ResumablePipeline(str(source))):
         with pytest.raises(FileNotFoundError, match=rf"neither manifest\.json nor any \*\.tar; .*{names}"):
             read(folder)
+
+
+@pytest.mark.parametrize(
+    ("ending", "remedy"),
+    [
+        ("tar.bz2", r"`bunzip2`.*tc\.ResumablePipeline\('.*/\*\.tar\.bz2'\)"),
+        ("TAR.XZ", r"`unxz`.*tc\.ResumablePipeline\('.*/\*\.TAR\.XZ'\)"),
+        ("tar.zst", r"`unzstd`.*'pipe:zstd -dc PATH', for each of them"),
+    ],
+)
+def test_only_compressed_tars(tmp_path: Path, ending: str, remedy: str) -> None:
+    (tmp_path / f"a.{ending}").write_bytes(b"x")
+    with pytest.raises(FileNotFoundError, match=f"1 compressed tar is left out .*{remedy}"):
+        tc.open(tmp_path)
 
 
 def test_a_folder_with_a_manifest(tmp_path: Path) -> None:
@@ -66,8 +78,9 @@ def test_a_folder_with_a_manifest(tmp_path: Path) -> None:
     for name in ("b.tgz", "c.tar.bz2", "d.tar.xz", "e.tar.zst", "f.TAR", ".g.tar.gz", "h.tar.idx", "tar.gz"):
         (folder / name).write_bytes(b"x")
     (folder / "folder.tgz").mkdir()
-    names = r"5 other tars are left out \('b\.tgz', 'c\.tar\.bz2', 'd\.tar\.xz', …\)"
-    with pytest.warns(UserWarning, match=MESSAGE.format(names=names)), tc.open(folder) as cache:
+    other = r"1 other tar is left out \('f\.TAR'\) because the names of shards end in \.tar; rename them; "
+    names = rf"{other}4 compressed tars are left out \('b\.tgz', 'c\.tar\.bz2', 'd\.tar\.xz', …\)"
+    with pytest.warns(UserWarning, match=rf"{names}{WHY}tc.*/\*\.tgz'\)"), tc.open(folder) as cache:
         assert len(cache) == 30
     (folder / "unlisted.tar").write_bytes((folder / "a-000000.tar").read_bytes())
     with pytest.warns(UserWarning, match=rf"does not list 1 of the shards .*{names}") as found, tc.open(folder):

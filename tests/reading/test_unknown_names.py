@@ -48,6 +48,11 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
     assert listed.endswith(f" and {len(names) - 8} more") is (len(names) > 8)
 
 
+def test_equally_similar_names_keep_their_order() -> None:
+    assert list_names([f"sample_{i}" for i in range(4)], "sampel_1") == "'sample_1', 'sample_0', 'sample_2', 'sample_3'"
+    assert list_names(["other", "xc", "xa", "xb"], "x").startswith("'xc', 'xa', 'xb', ")
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -132,7 +137,7 @@ def test_shared_datasets(tmp_path: Path) -> None:
     with tc.SharedDataset([{"latent": torch.zeros(2)}] * 30, "names", directory=tmp_path) as shared:
         for use, message in (
             (lambda: shared["30"], r"no sample '30'; the keys are .*: '.*' and 22 more"),
-            (lambda: shared["007"], r"no sample '007'; the keys are indices .*: '7', .* and 22 more"),
+            (lambda: shared["007"], r"no sample '007'; the keys are indices .*: '0', '7', .* and 22 more"),
             (lambda: shared.nest([0], {"laten": None}), "sample '0' has no tensor 'laten'; it has 'latent'"),
             (lambda: shared.filter(lambda entry: entry.shapes["laten"]), "'0' has no tensor 'laten'; it has 'latent'"),
         ):

@@ -136,7 +136,7 @@ def plain_server(folder: Path) -> Iterator[tuple[str, type[_Handler]]]:
 def test_a_server_without_ranges(
     plain_server: tuple[str, type[_Handler]], folder: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each shard is fetched once, also if its first requests are many at a time, with an index on disk."""
+    """Each shard is fetched once, also if its first requests are many at a time, with an index on disk; one warning."""
     url, handler = plain_server
     lengths = {f"/{shard}": (folder / shard).stat().st_size for shard in SHARDS}
     for _ in range(2):  # the second time, with kept indexes
@@ -150,5 +150,6 @@ def test_a_server_without_ranges(
             assert cache.read_batch([5, 0])["small"][:, 0].tolist() == [5, 0]
         assert Counter(path for _, path in handler.log if path.endswith(".tar")) == dict.fromkeys(lengths, 1)
         assert {path: count for path, count in handler.nbytes.items() if path.endswith(".tar")} == lengths
+        (warning,) = warnings_of(caplog)
+        assert "each shard is fetched whole into TMPDIR on its first use" in warning
         url = url.replace("127.0.0.1", "127.0.0.2")  # another client
-    assert not warnings_of(caplog)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,19 @@ def test_changed_and_missing_objects(write_server: WriteServer, files: dict[str,
         for read in (lazy.load, lambda: cache[0], lambda: tc.open("s3://no-bucket/a.tar")):
             with pytest.raises(tc.MissingShardError):
                 read()
+
+
+@pytest.mark.parametrize("use", [tc.open, tc.ShardWriter, tc.ResumablePipeline])
+@pytest.mark.parametrize("path", ["a.tar", "c", "c/*.tar"])
+def test_a_missing_bucket(write_server: WriteServer, use: Any, path: str) -> None:
+    url = f"s3://no-bucket/{'%06d.tar' if use is tc.ShardWriter else path}"
+    message = (
+        "no bucket 'no-bucket'"
+        if (use, path) == (tc.ResumablePipeline, "a.tar")
+        else "no bucket or container 'no-bucket'; "
+    )
+    with pytest.raises(FileNotFoundError, match=message):
+        next(iter(use(url)))
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/../a.tar", "s3://bucket/a//b.tar"])

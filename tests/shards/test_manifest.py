@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.cli.command import run_any
 from tests.conftest import diffusion_sample
 from tests.shards.tars import build
 from wds_tensorcache.writing.index_shard import index_folder
@@ -62,9 +63,15 @@ INVALID = {
     "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
     "a number of many digits": ("9" * 100_000, f"{NOT_JSON}Exceeds the limit"),
     "not UTF-8": (b"\xff\xfe{}", f"{NOT_JSON}'utf-8' codec"),
-    "a list": ("[]", "the manifest is a list, expected an object"),
+    "of a web app": (
+        '{"name": "app", "icons": []}',
+        r"not a manifest of shards, but other JSON \(keys 'name', 'icons'\), perhaps of another program; move it out of the "
+        r"folder, or pass the shards themselves, for example by a pattern '…/\*\.tar'",
+    ),
+    "a list": ("[]", r"not a manifest of shards, but other JSON \(a list\)"),
     "another kind": (document(__kind__="x"), "__kind__ is 'x', expected 'wids-shard-index-v1'"),
-    "no version": ("{}", "wids_version is None, expected 1"),
+    "no keys": ("{}", r"not a manifest of shards, but other JSON \(keys none\)"),
+    "no version": ('{"shardlist": []}', "wids_version is None, expected 1"),
     "base": (document(base="/d"), "base is '/d', expected no value: list all shards in shardlist"),
     "datasets": (document(datasets=[{"source_url": "x.json"}]), "datasets is a list, expected no value"),
     "extra": (document(tensorcache=[1]), "tensorcache is a list, expected an object"),
@@ -86,6 +93,18 @@ def test_invalid_manifests(tmp_path: Path, text: str | bytes, message: str) -> N
         with pytest.raises(tc.FormatError, match=rf"manifest\.json: {message}"):
             use(tmp_path)
     assert path.read_bytes() == content
+
+
+def test_shards_beside_a_foreign_manifest(tmp_path: Path) -> None:
+    """Commands and readers stop, and the file stays; a pattern, the remedy in the message, reads the shards."""
+    path = write(tmp_path)
+    path.write_text(text := '{"name": "app"}')
+    for command in ("ls", "index"):
+        assert "not a manifest of shards" in run_any(command, tmp_path).stderr
+    assert any("not a manifest of shards" in fault.what for fault in tc.verify(tmp_path).faults)
+    with tc.open(tmp_path / "*.tar") as cache:
+        assert len(cache) == 4
+    assert path.read_text() == text
 
 
 @pytest.fixture(scope="module")

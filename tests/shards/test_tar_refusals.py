@@ -65,6 +65,21 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         b"hello" * 200,
         r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'; the file is not a tar",
     ),
+    "web page": (
+        b" <!DOCTYPE html>" + b"x" * 999,
+        ".* but seems to be a web page, .*; check the url, and download the shard",
+    ),
+    "pointer": (
+        b"version https://git-lfs.github.com/spec/v1",
+        ".* seems to be a pointer of Git LFS, .*; run `git lfs pull`",
+    ),
+    "error of a store": (
+        b"<Error><Code>AccessDenied" * 99,
+        ".* seems to be XML, perhaps the error of an object store; check",
+    ),
+    "zip": (b"PK\x03\x04" * 200, ".* seems to be a zip, .*; `tensorcache import` "),
+    "safetensors": (b"\x10" + bytes(7) + b'{"a":' * 200, r".* seems to be a \.safetensors file; `tensorcache import` "),
+    "JSON": (b'{"a": 1}' * 99, "byte 0: the file is not a tar, but seems to be JSON; pass a shard, or the folder"),
     "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
     # the signed bytes add up to -1
     "signed checksum": (b"\x80\x80\xff".ljust(148, b"\0") + b"z" * 8 + bytes(356) + LAST, "byte 0: bad checksum"),

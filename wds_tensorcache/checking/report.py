@@ -100,7 +100,8 @@ class Report:
         # after a cut, hundreds of samples have the same fault
         runs = [list(run) for _, run in groupby(self.faults, lambda fault: (fault.shard, fault.what, fault.offset))]
         for run in runs[:_MAX_SHOWN]:
-            lines.append(f"  {run[0]}" + (f" (and {len(run) - 1:,} more like this)" if len(run) > 1 else ""))
+            more = f" (and {len(run) - 1:,} more like this, up to {run[-1].key!r:.100})" if len(run) > 1 else ""
+            lines.append(f"  {run[0]}{more}")
         if len(runs) > _MAX_SHOWN:
             lines.append(f"  … and {sum(map(len, runs[_MAX_SHOWN:])):,} more")
         return "\n".join(lines)

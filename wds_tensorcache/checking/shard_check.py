@@ -218,6 +218,7 @@ def _note_damage(checked: Checked, part: Break | End) -> None:
     offset = part.offset
     if isinstance(part, Break):
         lost = f"; no member could be read from byte {offset} to {part.end}" if offset < part.end else ""
+        lost += "; everything from there on is missing" if part.kind == "truncated" else ""
         checked.fault(None, offset, part.reason + lost, part.kind)
         checked.is_broken = True
         return

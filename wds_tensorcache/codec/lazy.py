@@ -414,8 +414,11 @@ def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.T
     """
     first = batch[0]
     for item in batch:
+        if item is None:
+            _refuse_none(batch)
         if item.shape != first.shape or item.dtype != first.dtype:
-            raise RuntimeError(f"cannot stack {item!r} onto {first!r}: shapes and dtypes must be equal")
+            problem = f"cannot stack {item!r} onto {first!r}: shapes and dtypes must be equal"
+            raise RuntimeError(f"{problem}; {_COLLATE_REMEDY}")
     shape, is_worker = (len(batch), *first.shape), get_worker_info() is not None
     rows = torch.empty(0 if is_worker else shape, dtype=first.dtype, device="cpu")
     if is_worker:
@@ -426,12 +429,23 @@ def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.T
     return rows
 
 
+def _refuse_none(batch: list[Any], *, collate_fn_map: Any = None) -> NoReturn:
+    names = ", ".join(dict.fromkeys(repr(item) for item in batch if isinstance(item, Lazy)))
+    raise TypeError(f"default_collate cannot batch None{f' and {names:.200}' if names else ''}; {_COLLATE_REMEDY}")
+
+
 def _collate_arrays(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
     arrays = [torch.as_tensor(item.load() if isinstance(item, LazyArray) else item) for item in batch]
     stacked: torch.Tensor = default_collate_fn_map[torch.Tensor](arrays, collate_fn_map=collate_fn_map)
     return stacked
 
 
+_COLLATE_REMEDY = (
+    "read batches of a cache with tc.torch_loader(cache, batch_size=…, collate=…), or with collate_fn=cache.read_batch and "
+    "range(len(cache)) as dataset; collate={NAME: 'pad'} or 'list' takes tensors of several shapes, and a function of the "
+    "samples converts dtypes"
+)
 # torch's `default_collate` reads each tensor once, directly into its row of the batch
 default_collate_fn_map.setdefault(LazyTensor, _collate_tensors)
 default_collate_fn_map.setdefault(LazyArray, _collate_arrays)
+default_collate_fn_map.setdefault(type(None), _refuse_none)  # torch itself would only name the type

@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ray.data import Datasink
+from ray.exceptions import RayTaskError
 
 from wds_tensorcache.arguments import check_options
+from wds_tensorcache.errors import TensorCacheError
 from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, start_write
 from wds_tensorcache.ray.rows import KEY, samples_of_block
 from wds_tensorcache.reading.cache import TensorCache
@@ -102,7 +104,13 @@ def write_ray(
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
     with start_write(path, mode, key, options) as job:
         sink = CacheDatasink(job, min_samples)
-        ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
+        try:
+            ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
+        except RayTaskError as exc:
+            # the text of Ray's error is the traceback of the task, in which the message comes last
+            if isinstance(exc.cause, (TensorCacheError, KeyError)):
+                raise exc.cause from exc
+            raise
         commit(job, sink.names)
     return open_output(path, described, allow)
 

@@ -19,7 +19,14 @@ from torch.utils.data import Dataset
 
 from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
-from wds_tensorcache.errors import InvalidKeyError, TensorCacheError, format_count, list_names, unknown_name
+from wds_tensorcache.errors import (
+    NUM_COMPARED,
+    InvalidKeyError,
+    TensorCacheError,
+    format_count,
+    list_names,
+    unknown_name,
+)
 from wds_tensorcache.reading.collate import TENSOR_WAYS, Collate, Pad, PadValue, as_collate
 from wds_tensorcache.reading.positions import (
     KeysView,
@@ -382,7 +389,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _near_keys(self, key: str) -> str:
-        return list_names(self.keys(), key)
+        """Return names of samples for a message, as the caller wrote them before `tc.safe_key`, similar ones first."""
+        keys = list(islice(self.keys(), NUM_COMPARED))
+        names = dict.fromkeys(self._name_at(number, known) or known for number, known in enumerate(keys))
+        hint = "" if list(names) == keys else "; tc.safe_key(name) is the key of such a name"
+        return list_names(names, key, len(self)) + hint
 
     @abstractmethod
     def _sample(self, number: int) -> _Sample: ...

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from braceexpand import braceexpand
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.errors import FormatError, RemoteError
+from wds_tensorcache.errors import FormatError, RemoteError, format_count
 from wds_tensorcache.shards.manifest import MANIFEST, FoundShard, locate_shards, read_manifest
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import check_not_url, conceal, is_url, is_web, shown, split_url
@@ -23,6 +23,7 @@ from wds_tensorcache.storage.urls import check_not_url, conceal, is_url, is_web,
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 _Listed: TypeAlias = "Callable[[str], list[FoundShard] | None]"
 _NUM_SHOWN = 3
+_UNPACKERS = {"gz": "gunzip", "tgz": "gunzip", "bz2": "bunzip2", "xz": "unxz", "zst": "unzstd"}
 _IS_TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)", re.IGNORECASE | re.DOTALL).fullmatch
 
 
@@ -233,11 +234,24 @@ def _is_packed(name: str) -> bool:
 
 
 def _describe_packed(paths: Sequence[str]) -> str:
-    if not paths:
-        return ""
-    problem = f"{len(paths):,} other tar{' is' if len(paths) == 1 else 's are'} left out ({_list_first(paths)})"
-    remedy = "unpack or rename them, or pass them to tc.ResumablePipeline by a pattern"
-    return f"{problem} because the names of shards end in .tar: {remedy}"
+    reasons = list[str]()
+    if misnamed := [path for path in paths if path.lower().endswith(".tar")]:
+        reasons.append(f"{_show_left_out(misnamed, 'other tar')} because the names of shards end in .tar; rename them")
+    if compressed := [path for path in paths if path not in misnamed]:
+        folder, name = os.path.split(compressed[0])
+        ending = name.lower().rpartition(".")[2]
+        pattern = f"{folder or '…'}/*{name[name.lower().rindex('.t') :]}"
+        is_zstd = ending == "zst"  # streams decompress the others themselves
+        remedy = "'pipe:zstd -dc PATH', for each of them" if is_zstd else f"tc.ResumablePipeline({pattern!r})"
+        remedy = f"unpack them with `{_UNPACKERS[ending]}`, or read them as a stream: {remedy}"
+        reasons.append(
+            f"{_show_left_out(compressed, 'compressed tar')} because only plain tars can be opened; {remedy}"
+        )
+    return "; ".join(reasons)
+
+
+def _show_left_out(paths: Sequence[str], noun: str) -> str:
+    return f"{format_count(len(paths), noun)} {'is' if len(paths) == 1 else 'are'} left out ({_list_first(paths)})"
 
 
 def _list_first(paths: Sequence[str]) -> str:

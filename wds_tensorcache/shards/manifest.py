@@ -13,7 +13,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from wds_tensorcache.codec.header import parse_json
-from wds_tensorcache.errors import FormatError, Kind, MissingShardError
+from wds_tensorcache.errors import FormatError, Kind, MissingShardError, list_names
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.urls import is_url, is_web, join_url, keep_secrets, shown
 
@@ -234,7 +234,12 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
         document = parse_json(content)
     except (ValueError, RecursionError) as exc:
         raise FormatError(f"expected a manifest, but the file is not JSON: {exc}", kind="index") from exc
-    _expect(isinstance(document, dict), "the manifest", document, "an object")
+    keys = list(document) if isinstance(document, dict) else []
+    if not {"shardlist", "wids_version", "__kind__", _OURS}.intersection(keys):
+        content_shown = f"keys {list_names(keys)}" if isinstance(document, dict) else f"a {type(document).__name__}"
+        problem = f"not a manifest of shards, but other JSON ({content_shown}), perhaps of another program"
+        remedy = "move it out of the folder, or pass the shards themselves, for example by a pattern '…/*.tar'"
+        raise FormatError(f"{problem}; {remedy}", kind="index")
     kind, version = document.get("__kind__", _KIND), document.get("wids_version")
     _expect(kind == _KIND, "__kind__", kind, repr(_KIND))
     _expect(type(version) is int and version == _WIDS_VERSION, "wids_version", version, str(_WIDS_VERSION))

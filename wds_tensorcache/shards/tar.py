@@ -29,7 +29,10 @@ _MIN_WINDOW_NBYTES = 1 << 13
 _LARGE_MEMBER_NBYTES = 1 << 16
 _CHUNK_NBYTES = 1 << 20
 _MAX_LINKS = 1000
-_PERHAPS_NO_TAR = "; the file is not a tar, or its beginning is damaged"
+_PERHAPS_NO_TAR = (
+    "; the file is not a tar, or its beginning is damaged: check the path, or copy the file again; if it is damaged, "
+    "`tensorcache repair` (tc.repair) saves its other samples"
+)
 
 # the bytes that webdataset's TarWriter writes around name, size and checksum
 _OWNER = b"0000444\0" + b"0000000\0" * 2
@@ -55,6 +58,23 @@ _COMPRESSED = {
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
+}
+_AGAIN, _IMPORT = (
+    "download the shard again",
+    "`tensorcache import` (tc.import_cache) makes shards of a folder of such files",
+)
+# by a pattern of the first bytes: the kind of file, and what to do
+_OTHER_FILES = {
+    re.compile(pattern, re.DOTALL | re.IGNORECASE).match: advice
+    for pattern, advice in {
+        rb"version https://git-lfs": ("a pointer of Git LFS, not the file itself", "run `git lfs pull`"),
+        rb"\s*(<!doctype html|<html)": ("a web page, perhaps of a login or an error", f"check the url, and {_AGAIN}"),
+        rb"\s*<\?xml|\s*<error": ("XML, perhaps the error of an object store", f"check the url, and {_AGAIN}"),
+        rb".{6}\0\0\{": ("a .safetensors file", _IMPORT),
+        rb"PK\x03\x04": ("a zip, as .npz, .pt and .zip files are", _IMPORT),
+        rb"\x93NUMPY": ("a .npy file", _IMPORT),
+        rb"\s*[{\[]": ("JSON", "pass a shard, or the folder of the shards"),
+    }.items()
 }
 
 
@@ -151,13 +171,16 @@ def _sum_of(header: bytes) -> int:
     return halves - sum(header[148:156]) + 8 * 32
 
 
-def _refuse_compressed(head: bytes) -> None:
-    """Raise TarFormatError if the first bytes of a file show that it is compressed."""
+def _refuse_other_file(head: bytes) -> None:
+    """Raise TarFormatError if the first bytes of a file show that it is compressed, or another kind of file."""
     # Call this only if the bytes are not a header: the first member of a tar may have the name `BZh9.json`.
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             remedy = f"decompress it, or read it as a stream of 'pipe:{name} -dc PATH'"
             raise _error(f"{name}: a compressed tar cannot be indexed; {remedy}", 0, "compressed")
+    for matches, (kind, remedy) in _OTHER_FILES.items():
+        if matches(head):
+            raise _error(f"the file is not a tar, but seems to be {kind}; {remedy}", 0, "checksum")
 
 
 def _error(problem: str, offset: int, kind: Kind) -> TarFormatError:
@@ -204,7 +227,7 @@ class Headers:
         checksum = _sum_of(header)
         if parse_number(header[148:156]) != checksum:
             if not begin:
-                _refuse_compressed(header)
+                _refuse_other_file(header)
             problem = f"bad checksum: the bytes add up to {checksum:06o}, the header has {header[148:156]!r}"
             raise _error(problem if begin else problem + _PERHAPS_NO_TAR, begin, "checksum")
         kind, path, nbytes = header[156], header[:100].partition(b"\0")[0], parse_number(header[124:136])
@@ -292,7 +315,7 @@ class Scanner:
         end = min(begin + self._next_window_nbytes, self._nbytes)
         if end - begin < BLOCK:
             if not begin and end:
-                _refuse_compressed(self._read_exactly(0, end))
+                _refuse_other_file(self._read_exactly(0, end))
             problem = f"truncated: the file ends at byte {self._nbytes}, without an end-of-archive block"
             problem += "" if begin else _PERHAPS_NO_TAR
             raise _error(problem if self._nbytes else "the file is empty, expected a tar", begin, "truncated")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 _Item = TypeVar("_Item")
 _ABOUT_TEXTS = "; the dtype of a text array has its length: select other tensors, or store texts as str"
+_ABOUT_DTYPES = "; store one dtype, or pass collate= a function of the samples that converts them"
 _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks
 
 
@@ -171,10 +172,13 @@ class Columns:
             for number, other in present:
                 if (other.kind, other.dtype) != (first.kind, first.dtype):
                     are_texts = {getattr(one.dtype, "kind", "") for one in (first, other)} <= {"U", "S"}
-                    hint = _ABOUT_TEXTS * are_texts
+                    hint = _ABOUT_TEXTS if are_texts else _ABOUT_DTYPES
                     if layouts.chosen and name in layouts.chosen[0]:
                         both = [layouts.chosen[at][name] for at in (present[0][0], number)]
-                        hint = f": choose= took {both[0]!r} and {both[1]!r}; give all alternatives of {name!r} one dtype{hint}"
+                        hint = (
+                            f": choose= took {both[0]!r} and {both[1]!r}; give all alternatives of {name!r} one dtype"
+                        )
+                        hint += _ABOUT_TEXTS * are_texts
                     raise BatchError(
                         f"tensor {name!r} is {first.kind} of {first.dtype} in sample {layouts.key(present[0][0])!r}, "
                         f"but {other.kind} of {other.dtype} in {layouts.key(number)!r}"

@@ -71,7 +71,7 @@ class _Range:
                 lambda: client.read_range(request, skip_bytes(self.buffers, request.at - self.begin))
             )
         except FileNotFoundError as exc:
-            raise file.missing_error() from exc
+            raise file.missing_error(exc) from exc
         file.fix(state)
 
 

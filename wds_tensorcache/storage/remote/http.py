@@ -16,6 +16,11 @@ from wds_tensorcache.storage.urls import reveal, web_url
 _NO_SUFFIX = frozenset({400, 405, 416, 501})
 _NUM_REPEATED = 2  # requests whose range was ignored
 _IGNORED = "the server responds with the whole object instead of the range that was asked for"
+_REPEATS = "asking again. If it does so always, whole shards are read"
+_COPIES = (
+    "so each shard is fetched whole into TMPDIR on its first use. Serve the shards with a server that has ranges, or read them "
+    "as a stream with tc.ResumablePipeline"
+)
 _NO_LENGTH = "the server sent no Content-Length, so a truncated body cannot be detected"
 _CONTENT_RANGE = re.compile(r"bytes\s+(?:(\d{1,18})-(\d{1,18})|\*)/(\d{1,18}|\*)", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
@@ -114,7 +119,7 @@ class HttpClient:
                     if state is not None and state.nbytes <= nbytes:
                         return state, self._read(response, request, state.nbytes)
                     self._num_suffixes_ignored += 1
-                    self._warn_once(request)
+                    self._warn_once(request, _REPEATS)
                 elif response.status == 200:
                     copy = self._keep(response, state, request)
                     return copy.state, copy.read(request, max(0, copy.state.nbytes - nbytes), copy.state.nbytes)
@@ -176,19 +181,20 @@ class HttpClient:
             return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
         return self._has_ranges
 
-    def _warn_once(self, request: Request) -> None:
+    def _warn_once(self, request: Request, effect: str) -> None:
         if not self._is_warned:
             self._is_warned = True
-            request.warn(f"{_IGNORED}; asking again. If it does so always, whole shards are read")
+            request.warn(f"{_IGNORED}; {effect}")
 
     def _keep(self, response: Response, state: ObjectInfo | None, request: Request) -> Copy:
         """Copy the whole object from a response that ignored the range; return the copy."""
         # a server that ignores the range of a request three times has no ranges until it obeys one
         if self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
             request.num_ignored += 1
-            self._warn_once(request)
+            self._warn_once(request, _REPEATS)
             raise TransientError(_IGNORED, 200)
         self._has_ranges = False
+        self._warn_once(request, _COPIES)
         _check_encoding(response, request)
         if state is None and not response.is_chunked:
             raise request.error(_NO_LENGTH, 200)

@@ -11,7 +11,7 @@ from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatErro
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_head, read_tail, stat
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
-from wds_tensorcache.storage.remote.retry import Request
+from wds_tensorcache.storage.remote.retry import MissingBucketError, Request
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
@@ -79,7 +79,7 @@ class RemoteFile:
         try:
             reported = stat(self.url)
         except FileNotFoundError as exc:
-            raise self.missing_error() from exc
+            raise self.missing_error(exc) from exc
         self.fix(reported)
 
     def expect(self, nbytes: int) -> None:
@@ -100,8 +100,10 @@ class RemoteFile:
             raise FormatError(f"{problem}: one of the two is stale; upload both again", kind="index").at(self.path)
         Request(self.url, state=expected).check(reported)
 
-    def missing_error(self) -> MissingShardError:
-        """Return the error for an object that does not exist."""
+    def missing_error(self, cause: FileNotFoundError) -> MissingShardError:
+        """Return the error for an object that does not exist, as a request has found."""
+        if isinstance(cause, MissingBucketError):
+            return MissingShardError(str(cause.strerror)).at(self.path)
         problem, remedy = "the shard does not exist", "check the url, or upload it again"
         if self.manifest is not None:
             problem, remedy = f"{problem}, but {self.manifest} lists it", "upload it again"
@@ -136,7 +138,7 @@ class RemoteFile:
         try:
             reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
-            raise self.missing_error() from exc
+            raise self.missing_error(exc) from exc
         self.fix(reported)
         return tail
 

@@ -54,6 +54,10 @@ class TransientError(Exception):
         self.problem, self.status, self.retry_after_s = problem, status, retry_after_s
 
 
+class MissingBucketError(FileNotFoundError):
+    """A bucket or container that does not exist."""
+
+
 class CancelledError(Exception):
     """A request that its caller cancelled."""
 
@@ -143,9 +147,14 @@ class Request:
         error.url, error.begin, error.end, error.status = shown(self.url), self.begin, self.end, status
         return error
 
-    def missing_error(self) -> FileNotFoundError:
+    def missing_error(self, noun: str = "object") -> FileNotFoundError:
         """Return the error for an object that does not exist."""
-        return FileNotFoundError(errno.ENOENT, "the server has no such object", shown(self.url))
+        return FileNotFoundError(errno.ENOENT, f"the server has no such {noun}", shown(self.url))
+
+    def missing_bucket_error(self, bucket: str) -> MissingBucketError:
+        """Return the error for an object whose bucket or container does not exist."""
+        problem = f"there is no bucket or container {bucket!r}; check its name, and the endpoint, region or account"
+        return MissingBucketError(errno.ENOENT, problem, shown(self.url))
 
     def changed_error(self, change: str) -> FormatError:
         """Return the error for an object that has changed since it was opened."""

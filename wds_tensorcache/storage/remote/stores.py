@@ -36,6 +36,7 @@ _NOT_PERMITTED = "the credentials of this process do not permit this request, or
 # obstore's errors have no attribute for the status, nor for the code of S3; the texts that name them are never shown
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist").search  # of S3, Azure and Google
 # S3 gives the first one status 400: no byte of an upload arrived for 20 s
 _TRANSIENT_CODES = frozenset({"RequestTimeout", "IncompleteBody", "BadDigest"})
 _EXPIRED = "the credentials of this process have expired"
@@ -158,13 +159,16 @@ class StoreClient:
         name, text = type(failed).__name__, str(failed)
         if name in ("AlreadyExistsError", "PreconditionError"):
             return Unmet()
-        if isinstance(failed, FileNotFoundError):
-            return request.missing_error()
+        match = _STATUS.search(text)
+        status = int(match[1]) if match else None
+        if isinstance(failed, FileNotFoundError) or status == 404:
+            if _NO_BUCKET(text):
+                return request.missing_bucket_error(self._bucket)
+            # the answer to a HEAD has no code
+            return request.missing_error("object" if _CODE.search(text) else f"object, or no bucket {self._bucket!r}")
         if name in ("NotSupportedError", "NotImplementedError"):
             return request.error(NO_CONDITIONS, 501)
         check = f"check {_SETTINGS[self.scheme]}"
-        match = _STATUS.search(text)
-        status = int(match[1]) if match else None
         code = next((code_match[1] or code_match[2] for code_match in _CODE.finditer(text)), "")
         if code in _TRANSIENT_CODES:
             return TransientError(f"the server answers with the error {code}", status)
@@ -176,8 +180,6 @@ class StoreClient:
             return request.error((f"status {status}: " if status else "") + f"{cause[1]}; {check}", status)
         if name not in ("GenericError", "JoinError"):
             return failed
-        if status == 404:
-            return request.missing_error()
         if status is None:
             return TransientError(f"no response: the server cannot be reached, or the connection was lost; {check}")
         if status == 501:
