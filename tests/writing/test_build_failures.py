@@ -101,6 +101,20 @@ KINDS = [
 ]
 
 
+def test_a_function_may_change_items_in_place(tmp_path: Path) -> None:
+    """Its changes of a batch that failed do not reach the samples."""
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        for item in items:
+            if item["value"] in BROKEN:
+                raise ValueError("not this one")
+            item["value"] *= 2
+        return {"x": torch.tensor([[float(item["value"])] for item in items])}
+
+    build_broken(Texts(tmp_path / "texts", broken=()), tmp_path / "out", fn)
+    check(tmp_path / "out", {f"n{i:04d}": i for i in range(COUNT) if i not in BROKEN})
+
+
 @pytest.mark.parametrize(("step", "kind"), KINDS)
 def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
     broken = set(BROKEN)

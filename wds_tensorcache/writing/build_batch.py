@@ -113,11 +113,11 @@ def compute(
                         if item.failure is not None and is_missing:
                             failures.add(replace(item.failure, key=item.key))
                     parts = [[target for target in batch if target[0].failure is None]]
-                for part in parts:
+                for at, part in enumerate(parts):
                     if not any(is_missing for _, is_missing in part):
                         continue
                     try:
-                        submit(part)
+                        submit([(job.items.read_again(item), True) for item, _ in part] if at else part)
                     except Exception as exc:
                         if failed or not records:  # the writer has failed, perhaps
                             raise

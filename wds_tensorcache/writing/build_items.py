@@ -204,6 +204,10 @@ class Items(Dataset[Item]):
         except Exception as exc:
             return self._failed(number, exc)
 
+    def read_again(self, item: Item) -> Item:
+        """Return an item of a map-style dataset with a new value, since a function may have changed the value in place."""
+        return replace(item, value=self._items[item.number]) if self.is_map else item
+
     def _failed(self, number: int, exc: Exception) -> Item:
         if not self.records:
             raise exc
