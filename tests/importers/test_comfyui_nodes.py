@@ -232,6 +232,7 @@ def test_other_refusals(tmp_path: Path, nodes: ModuleType) -> None:
     with pytest.raises(FileExistsError, match=r"already contains a cache; enter another folder_name$"):
         nodes.save_training_set(path, latents[:1], conditioning[:1])
     assert len(nodes.load_training_set(path)[0]) == 2
+    assert "Resolution Bucket uses all of them at once" in nodes.LoadTensorCache.DESCRIPTION
     with tc.ShardWriter(tmp_path / "other") as writer:
         writer.write("a", {"latents": torch.ones(2)})
     with pytest.raises(ValueError, match="sample 'a' is not of a training set"):

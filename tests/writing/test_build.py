@@ -346,6 +346,7 @@ def test_batches_stay_the_same_ones(
             "a DataLoader cannot be a dataset of items; .* build makes",
         ),
         ({"a": 1}, {}, TypeError, "a dict cannot be a dataset"),
+        ("stock-{00..09}.tar", {}, TypeError, r"a str cannot be a dataset of items; pass tc.open\(…\) of shards"),
         ([{"__key__": "a"}, {"value": 5}], {}, ValueError, "item '000000001' lacks a '__key__', unlike"),
         ([], {}, ValueError, "the source has no items"),
         (iter(()), {}, ValueError, "the source has no items"),

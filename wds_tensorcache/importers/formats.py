@@ -88,7 +88,8 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
         f"{folder.path}: no file, of {len(folder.names):,}, belongs to a known format",
         folder.first_fault(),
     )
-    raise ValueError(f"{problem}; {fault or '--list-formats lists the formats'}")
+    remedy = "--list-formats lists the formats; to compute tensors of pictures or texts, use tc.build"
+    raise ValueError(f"{problem}; {fault or remedy}")
 
 
 def _recognize(form: Format, folder: SourceFolder) -> int:
