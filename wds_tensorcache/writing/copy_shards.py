@@ -160,8 +160,7 @@ def write_cache(
     """Write new shards and their manifest into a hidden folder, and rename it to `out`, a path that `check_new` returned.
 
     The same call after an interruption takes over the shards that are complete in the hidden folder. `others` are the contents
-    of other files by name. `show` is called with the
-    number of samples copied so far.
+    of other files by name. `show` is called with the number of samples copied so far.
 
     Raises:
         FormatError: An old shard is damaged, does not match its index, or was changed since it was indexed.
