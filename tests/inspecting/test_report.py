@@ -94,6 +94,39 @@ def test_captions_and_pictures_in_other_members(tmp_path: Path) -> None:
         assert not card["error"]
 
 
+def test_pictures_of_strangers(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    exif = image.Exif()
+    exif[0x112] = 6  # the picture lies on its side
+
+    def picture(kind: str, mode: str, size: tuple[int, int], **options: Any) -> bytes:
+        image.new(mode, size, options.pop("color", 0)).save(file := io.BytesIO(), kind, **options)
+        return file.getvalue()
+
+    cases: list[tuple[dict[str, bytes], str | None, tuple[int, int], int]] = [
+        ({"jpg": picture("JPEG", "RGB", (60, 30), exif=exif)}, ".jpg", (30, 60), 0),
+        ({"jpg": picture("JPEG", "RGB", (60, 30), comment=b"a secret" * 8000)}, ".jpg", (60, 30), 0),
+        ({"png": picture("PNG", "I;16", (60, 30), color=0x8000)}, ".png", (60, 30), 0x80),
+        # other formats are not decoded, whatever their names
+        ({"jpg": picture("TIFF", "RGB", (60, 30))}, None, (16, 16), 0),
+        ({"png": b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>'}, None, (16, 16), 0),
+    ]
+    with tc.ShardWriter(tmp_path, fsync=False) as sink:
+        for i in range(400):
+            members = cases[i % len(cases)][0]
+            sink.write(f"{i}", {"latent": torch.zeros(4, 16, 16)}, **members)
+    report, page, _ = view(tmp_path)
+    assert len(page) < 2_000_000
+    for card, (_, member, size, level) in zip(report["samples"], cases, strict=False):
+        first, *others = card["pictures"]
+        assert (first.get("member"), (first["width"], first["height"])) == (member, size)
+        assert [shown["tensor"] for shown in others] == [0] * (member is not None)  # the latent is shown, too
+        if member is not None:
+            content = base64.b64decode(first["jpeg"])
+            assert b"secret" not in content
+            assert abs(image.open(io.BytesIO(content)).getpixel((5, 5))[0] - level) < 3
+
+
 def test_constant_tensors_are_marked_where_they_are_rare(tmp_path: Path) -> None:
     with tc.ShardWriter(f"{tmp_path}/%05d.tar") as sink:
         for i in range(30):

@@ -70,7 +70,7 @@ def view_command(
         if output is None:
             return _serve(PageServer(survey, report, port), shown, no_open)
         with shown.progress("drawing samples") as progress:
-            report["samples"] = make_cards(survey, file_limits(len(indices)), progress)
+            report["samples"] = make_cards(survey, file_limits(survey), progress)
     page = build_page(report)
     write_atomically(output, [page])
     marked = [card["key"] for card in report["samples"] if card["marks"]]

@@ -7,6 +7,7 @@ import sys
 import types
 from typing import Any
 
+import numpy as np
 from webdataset import autodecode
 from webdataset.autodecode import Continue, Decoder
 
@@ -127,28 +128,32 @@ def _check_picture(content: bytes) -> None:
 
 
 def shrink_picture(content: bytes, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:
-    """Return a picture as a JPEG file of at most about `max_nbytes`, and its width and height.
+    """Return a JPEG, PNG or WebP picture, upright, as a JPEG file of at most about `max_nbytes`, and its width and height.
 
     Raises:
-        FormatError: The bytes are damaged or no picture, or the picture has more than 2^25 pixels.
+        FormatError: The bytes are damaged or of another format, or the picture has more than 2^25 pixels.
         ImportError: Pillow is not installed.
     """
     import PIL.Image
+    import PIL.ImageOps
 
     try:
-        _check_picture(content)
-        with PIL.Image.open(io.BytesIO(content)) as picture:
+        with PIL.Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "WEBP")) as picture:
+            _check_picture(content)
             picture.draft("RGB", (max_side, max_side))
             if picture.width * picture.height > _MAX_SHRUNK:
                 raise ValueError(f"the picture has {picture.width} x {picture.height} pixels")
-            small = picture.convert("RGB")
+            is_deep = picture.mode.startswith("I")  # 16 bits, which Pillow would clip
+            plain = PIL.Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)) if is_deep else picture
+            small = PIL.ImageOps.exif_transpose(plain.convert("RGB"))
         while True:
             small.thumbnail((max_side, max_side))
             file = io.BytesIO()
-            small.save(file, "JPEG", quality=80)
+            # hazard: without `comment`, Pillow copies that of the file, of up to 64 KiB
+            small.save(file, "JPEG", quality=80, comment=b"")
             if file.tell() <= max_nbytes or max_side <= 8:
                 return file.getvalue(), small.width, small.height
-            max_side //= 2
+            max_side = max(small.size) * 3 // 4
     except Exception as exc:  # Pillow raises all kinds of errors for bad bytes
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 

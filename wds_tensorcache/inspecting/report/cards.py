@@ -6,7 +6,7 @@ import base64
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import wds_tensorcache as tc
@@ -24,7 +24,7 @@ from wds_tensorcache.integrations.safe_members import shrink_picture
 
 _TEXT_NAMES = [re.compile(pattern, re.IGNORECASE) for pattern in ("prompt", "caption", "text|txt", "label|class|title")]
 _TEXT_MEMBERS = "txt", "caption", "cls", "json"
-_PICTURE_MEMBERS = "jpg", "jpeg", "png", "webp"
+PICTURE_MEMBERS = "jpg", "jpeg", "png", "webp"
 _MAX_VALUES = 200
 _NUM_DRAWN = 300  # tensors among which pictures are chosen
 _PICTURE_NAMES = re.compile(r"latent|sample|image|video|moment", re.IGNORECASE)
@@ -39,7 +39,7 @@ class Limits:
         text_nbytes: Bytes of all small values together, as they are encoded in the page.
         num_pictures: Number of pictures.
         picture_side: Maximum of width and height of a picture in pixels.
-        picture_nbytes: Maximum size in bytes of the PNG of the first picture; each other picture may take half as much.
+        picture_nbytes: Maximum size in bytes of the file of the first picture; each other picture may take half as much.
         num_tensors: Number of tensors whose statistics are listed.
     """
 
@@ -64,8 +64,10 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
             shape, dtype = shape_text(lazies[name].shape), dtype_name(lazies[name].dtype)
             card["tensors"].append([survey.positions[name], dtype, shape, values_record(values.get(name))])
         card["num_more"] = len(lazies) - len(card["tensors"])
-        drawn = [*_open_pictures(survey, index, limits), *_draw(survey, {name: lazies[name] for name in names}, limits)]
-        card["pictures"] = drawn[: limits.num_pictures]
+        sizes = chain([limits.picture_nbytes], repeat(limits.picture_nbytes // 2))
+        drawn = _draw(survey, {name: lazies[name] for name in names}, limits, sizes)
+        pictures = chain(_open_pictures(survey, index, limits, sizes), drawn)
+        card["pictures"] = list(islice(pictures, limits.num_pictures))
     except READ_ERRORS as exc:
         card["error"] = escape_hidden(str(exc), 500)
     if card["error"]:
@@ -118,11 +120,17 @@ def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str
     yield from small_values(sample)
     for suffix in _TEXT_MEMBERS:
         if suffix in survey.description.members:
-            try:
-                (content,) = survey.cache.read_members([index], suffix)
-            except KeyError:
-                continue
-            yield f".{suffix}", content[: 1 << 20].decode("utf-8", "replace")
+            content = _read_member(survey, index, suffix)
+            if content is not None:
+                yield f".{suffix}", content[: 1 << 20].decode("utf-8", "replace")
+
+
+def _read_member(survey: Survey, index: int, suffix: str) -> bytes | None:
+    try:
+        (content,) = survey.cache.read_members([index], suffix)
+    except KeyError:
+        return None
+    return content
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
@@ -144,27 +152,21 @@ def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
     return {name: None if number is None else json_number(number) for name, number in numbers.items()}
 
 
-def _open_pictures(survey: Survey, index: int, limits: Limits) -> Iterator[dict[str, Any]]:
+def _open_pictures(survey: Survey, index: int, limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yield the pictures in other members of a sample; none without Pillow, and none that is damaged or too large."""
-    for suffix in _PICTURE_MEMBERS:
-        if suffix in survey.description.members:
+    for suffix in PICTURE_MEMBERS:
+        content = _read_member(survey, index, suffix) if suffix in survey.description.members else None
+        if content is not None:
             try:
-                (content,) = survey.cache.read_members([index], suffix)
-                jpeg, width, height = shrink_picture(content, limits.picture_side, limits.picture_nbytes)
-            except (KeyError, ImportError, tc.FormatError):
+                jpeg, width, height = shrink_picture(content, limits.picture_side, next(sizes))
+            except (ImportError, tc.FormatError):
                 continue
             encoded = base64.b64encode(jpeg).decode("ascii")
-            yield {
-                "member": f".{suffix}",
-                "kind": "photo",
-                "note": "",
-                "jpeg": encoded,
-                "width": width,
-                "height": height,
-            }
+            place = {"member": f".{suffix}", "kind": "photo", "note": ""}
+            yield {**place, "jpeg": encoded, "width": width, "height": height}
 
 
-def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits) -> Iterator[dict[str, Any]]:
+def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yield the most important pictures first: flips, masks and control images come late, and maps come last."""
     drawn: list[tuple[Any, int, str, Lazy, Planes]] = []
     for name, lazy in lazies.items():
@@ -173,12 +175,10 @@ def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits) -> Iterator[d
             is_later, size = bool(_LATER_PICTURES.search(name)), planes.height * planes.width
             rank = planes.kind == "map", is_later, not _PICTURE_NAMES.search(name), -size
             drawn.append((rank, len(drawn), name, lazy, planes))
-    nbytes = limits.picture_nbytes
     for _, _, name, lazy, planes in sorted(drawn)[: limits.num_pictures]:
         loaded = planes.load(lazy)
         colors = survey.colors_of(name, lazy, planes, loaded)
-        png, width, height = fit_png(loaded, colors, planes.kind, limits.picture_side, nbytes)
+        png, width, height = fit_png(loaded, colors, planes.kind, limits.picture_side, next(sizes))
         encoded = base64.b64encode(png).decode("ascii")
         place = {"tensor": survey.positions[name], "kind": planes.kind, "note": planes.note}
         yield {**place, "png": encoded, "width": width, "height": height}
-        nbytes = limits.picture_nbytes // 2
