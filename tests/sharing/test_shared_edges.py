@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import socket
 import threading
 import time
@@ -179,6 +180,27 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
         os.close(opened)
         os.close(gate)
         assert finish([child]) == [0]
+
+
+def test_what_a_killed_process_was_removing_is_removed(directory: Path) -> None:
+    ready, told = os.pipe()
+
+    def work() -> None:
+        shared = tc.SharedDataset(Numbers(3), "removing", directory=directory)
+        shared[0]
+        [folder] = directory.glob("*/*")
+        (folder / "head.json").unlink()
+        (folder / "holders").unlink()
+        os.write(told, b"1")
+        signal.pause()
+
+    child = start(work)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGKILL)
+    assert finish([child]) == [-signal.SIGKILL]
+    wait_until_empty(directory)
+    os.close(ready)
+    os.close(told)
 
 
 def test_clearing_removes_links_and_sockets_but_no_folders(directory: Path, tmp_path: Path) -> None:

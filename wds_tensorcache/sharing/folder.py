@@ -202,15 +202,16 @@ def open_folder(
         OSError: The file system is full.
     """
     path = named_folder(base, name)
-    # This process may be killed at any moment. So the reaper is there before the folder.
-    with contextlib.nullcontext() if persistent else start_reaper(path), locked_folder(base):
+    with locked_folder(base):
         for other in find_folders(base):
             with contextlib.suppress(OSError):  # for example, a folder that another program made, with folders in it
                 remove_if_abandoned(other)
-        if os.path.lexists(path):
-            folder = _open(path)
-        else:
-            folder = _create(path, {"name": name, "fingerprint": fingerprint, "boot": boot_id()}, create)
+        # This process may be killed at any moment. So the reaper is there before the folder.
+        with contextlib.nullcontext() if persistent else start_reaper(path):
+            if os.path.lexists(path):
+                folder = _open(path)
+            else:
+                folder = _create(path, {"name": name, "fingerprint": fingerprint, "boot": boot_id()}, create)
     stored = folder.head.get("fingerprint")
     if stored != fingerprint:
         folder.leave()
@@ -223,9 +224,6 @@ def open_folder(
         os.close(
             os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         )
-    else:
-        with start_reaper(path):
-            pass  # the one that was there has removed another folder with this path
     return folder
 
 

@@ -70,6 +70,8 @@ def remove_folder(folder: str) -> None:
 def start_reaper(folder: str) -> Iterator[None]:
     """Start the reaper of a folder, unless it has one. At the end of the `with` block, it begins to wait for the holders.
 
+    The caller has locked the parent folder, so that no reaper removes the folder meanwhile.
+
     Without a reaper, for example because the system allows no more processes, the next process that opens a folder removes
     abandoned folders.
     """
@@ -116,9 +118,10 @@ def _lock(fd: int, begin: int, length: int, command: int, kind: int = fcntl.F_WR
     return True
 
 
-def _is_same(fd: int, path: str) -> bool:
+def _was_made_anew(fd: int, path: str) -> bool:
+    """Return whether `path` is another file than the open one. It may be missing: a process was killed while it removed files."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return not os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
 
@@ -130,10 +133,10 @@ def _reap(folder: str) -> None:
     holders, fd = os.path.join(folder, HOLDERS), -1
     with suppress(FileNotFoundError):
         fd = os.open(holders, os.O_RDWR | os.O_NOFOLLOW)
-        if not _lock(fd, _REAPER, 1, fcntl.F_OFD_SETLK):
-            return
-        if os.fork():
-            return  # for this, the process that started this one waits
+    if fd >= 0 and not _lock(fd, _REAPER, 1, fcntl.F_OFD_SETLK):
+        return
+    if os.fork():
+        return  # for this, the process that started this one waits
     base = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)
     while True:
         if fd >= 0:
@@ -141,7 +144,7 @@ def _reap(folder: str) -> None:
             _lock(fd, IN_USE, 1, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
         fcntl.flock(base, fcntl.LOCK_EX)  # at the latest until this process ends
         # A folder that was made anew has another reaper. One that a process has opened since then is waited for again.
-        if (fd >= 0 and not _is_same(fd, holders)) or remove_if_abandoned(folder) or fd < 0:
+        if (fd >= 0 and _was_made_anew(fd, holders)) or remove_if_abandoned(folder) or fd < 0:
             return
         fcntl.flock(base, fcntl.LOCK_UN)
 
