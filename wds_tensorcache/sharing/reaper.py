@@ -119,7 +119,7 @@ def _lock(fd: int, begin: int, length: int, command: int, kind: int = fcntl.F_WR
 
 
 def _was_made_anew(fd: int, path: str) -> bool:
-    """Return whether `path` is another file than the open one. It may be missing: a process was killed while it removed files."""
+    """Return whether `path` is another file than the open one; False if a killed process has removed it."""
     try:
         return not os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
