@@ -190,6 +190,32 @@ def test_a_shard_that_a_copy_of_another_has_replaced(tmp_path: Path) -> None:
     assert report.num_lost == 2
 
 
+@pytest.mark.parametrize("part", ["no index", "two samples", "a flipped bit"])
+def test_a_shard_that_a_part_of_a_copy_has_replaced(tmp_path: Path, part: str) -> None:
+    folder = tmp_path / "a"
+    path, original = write(folder, 9, per_shard=3), folder / "000001.tar"
+    shutil.copy(original, path)
+    keep = members(path)["005.skel.pyd"][0] if part == "two samples" else path.stat().st_size - 200
+    os.truncate(path, keep)
+    if part == "a flipped bit":
+        flip(path, members(path)["004.skel.pyd"][1] - 1)
+    report = tc.repair(folder, tmp_path / "out")
+    assert (report.num_lost, report.num_samples_written) == (3, 6)
+    assert "the shard is part of a copy of 000001.tar; lost: 3 samples that manifest.json lists" in str(report)
+    assert list(tc.open(tmp_path / "out").keys()) == ["003", "004", "005", "006", "007", "008"]
+    assert tc.verify(folder).faults == report.faults
+
+
+def test_repeated_keys_with_other_bytes_are_no_copy(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", 6, per_shard=3)
+    with tc.ShardWriter(path, fsync=False, overwrite=True) as writer:
+        for key in ("003", "004", "005"):
+            writer.write(key, {"text": f"another {key}"})
+    os.truncate(path, path.stat().st_size - 200)
+    report = tc.repair(tmp_path / "a", tmp_path / "out")
+    assert (report.num_repeated, report.num_samples_written) == (3, 6)
+
+
 def test_many_shards_and_folders(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         write(tmp_path / name, 20, per_shard=2)

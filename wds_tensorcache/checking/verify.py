@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from wds_tensorcache.errors import FormatError, Kind, format_count
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.find_shards import find_shards, shard_names
 from wds_tensorcache.shards.fingerprint import as_text
-from wds_tensorcache.shards.key_table import KeyTable
+from wds_tensorcache.shards.key_table import Keys, KeyTable
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
     FoundShard,
@@ -31,6 +31,8 @@ from wds_tensorcache.shards.names import dali_index_path
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
 from wds_tensorcache.storage.threads import Threads, run_in_order
+
+_CHUNK = 1 << 20
 
 
 def verify(
@@ -120,7 +122,7 @@ class ShardsToCheck:
             return checked
 
         show()
-        kept, keys = list[Checked](), []
+        kept, keys, parts = list[Checked](), dict[str, Keys](), list[Report]()
         # if there are fewer shards than threads, the other threads read ahead
         walkers = max(1, min(num_threads, len(paths)))  # no path is left if the manifest lists only missing shards
         # without a thread that walks over shards, this thread does it; otherwise it only waits, and shows the progress
@@ -134,19 +136,23 @@ class ShardsToCheck:
                     reach(path, sizes[path])
                     show()
                     if isinstance(checked, Fault):
-                        self.report.faults.append(checked)
-                        self.report.num_missing += 1
-                        self.report.num_lost += sum(manifest.num_samples(path) for manifest in self._manifests)
+                        lost = sum(manifest.num_samples(path) for manifest in self._manifests)
+                        parts.append(Report([checked], num_missing=1, num_lost=lost))
                         continue
                     for manifest in self._manifests:
                         manifest.check(checked)
-                    self.report.add(checked.report)
-                    keys.append((checked.index.keys, None))
+                    parts.append(checked.report)
+                    keys[path] = checked.index.keys
                     if keep:
                         kept.append(checked)
             finally:
                 readers.is_stopped = True  # so that an interrupt does not wait for the rest of large shards
-        self.report.num_repeated = len(KeyTable(keys).shared())
+        repeated = set(KeyTable((of, None) for of in keys.values()).shared())
+        self.report.num_repeated = len(repeated)
+        for manifest in self._manifests:
+            manifest.check_partial_copies(keys, repeated)
+        for part in parts:
+            self.report.add(part)
         return kept
 
 
@@ -182,6 +188,7 @@ class _Manifest:
         self.paths: list[str] = []
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._by_digest: dict[str, str] = {}  # paths by the digest of the index
+        self._unlike: dict[str, Checked] = {}  # by path: shards without the index that is listed
         entries, extra = None, dict[str, Any]()
         try:
             entries, extra = read_manifest(path)
@@ -245,6 +252,8 @@ class _Manifest:
         with suppress(OSError, FormatError):  # then its faults are in the report
             digest = stored_digest(checked.path)
         self._check_copy(checked, entry, digest)
+        if checked.copy_of is None and (entry is None or entry.digest not in (None, digest)):
+            self._unlike[checked.path] = checked
         if entry is None or checked.copy_of is not None:
             return
 
@@ -277,7 +286,31 @@ class _Manifest:
         with suppress(OSError, FormatError):
             if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:
                 return
-            checked.copy_of = original
-            lost = f"; lost: {format_count(entry.num_samples, 'sample')} that {self._where} lists" if entry else ""
-            checked.fault(None, None, f"the shard is a copy of {os.path.basename(original)}{lost}", "lost")
-            checked.report.num_lost += entry.num_samples if entry else 0
+            self._report_copy(checked, entry, original, "")
+
+    def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
+        """Report shards without their listed index whose intact members are those of another shard, byte for byte."""
+        listed = [path for path in self.paths if path in keys and path not in self._unlike]
+        owners = {key: path for path in listed for key in keys[path] if key in repeated} if self._unlike else {}
+        for path, checked in self._unlike.items():
+            original = next((owners[key] for key in keys[path] if key in owners), None)
+            with suppress(OSError):
+                if original is not None and _has_ranges(original, checked):
+                    self._report_copy(checked, self._entries.get(os.path.abspath(path)), original, "part of ")
+
+    def _report_copy(self, checked: Checked, entry: ShardEntry | None, original: str, part: str) -> None:
+        checked.copy_of = original
+        lost = f"; lost: {format_count(entry.num_samples, 'sample')} that {self._where} lists" if entry else ""
+        checked.fault(None, None, f"the shard is {part}a copy of {os.path.basename(original)}{lost}", "lost")
+        checked.report.num_lost = max(checked.report.num_lost, entry.num_samples if entry else 0)
+
+
+def _has_ranges(path: str, checked: Checked) -> bool:
+    """Return whether a file has the same bytes as a shard wherever the shard is intact."""
+    with open(path, "rb") as file, open(checked.path, "rb") as other:
+        for span in checked.ranges:
+            for begin in range(span.begin, span.end, _CHUNK):
+                nbytes = min(_CHUNK, span.end - begin)
+                if os.pread(file.fileno(), nbytes, begin) != os.pread(other.fileno(), nbytes, begin):
+                    return False
+    return True
