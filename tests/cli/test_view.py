@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import wds_tensorcache as tc
 from tests.cli.browser import Browser
@@ -249,6 +251,29 @@ def test_samples_come_in_pages(page_server: PageServer) -> None:
     assert (detail["key"], len(detail["tensors"]), len(detail["pictures"])) == ("photo-00033", 2, 2)
 
 
+@pytest.fixture(scope="module")
+def latents_and_photos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageServer]:
+    """A page of one sample with a latent and a photo, and one whose photo is damaged."""
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (300, 200), (9, 99, 9)).save(file := io.BytesIO(), "JPEG")
+    folder = tmp_path_factory.mktemp("caches") / "latents"
+    with tc.ShardWriter(folder, fsync=False) as sink:
+        for key, jpg in (("intact", file.getvalue()), ("damaged", b"no picture")):
+            sink.write(key, {"latent": torch.zeros(4, 16, 16), "text": torch.zeros(3, 8)}, jpg=jpg)
+    with _served(folder) as server:
+        yield server
+
+
+def test_cards_have_the_latent_and_the_photo(latents_and_photos: PageServer) -> None:
+    token = latents_and_photos.token
+    intact, damaged = json.loads(_ask(latents_and_photos, "/samples?begin=0&count=9", **{"X-Token": token})[1])[
+        "samples"
+    ]
+    for card in (intact, damaged):
+        assert [picture.get("tensor", picture.get("member")) for picture in card["pictures"]] == [0, ".jpg"]
+    assert (intact["pictures"][1]["width"], damaged["pictures"][1]["error"]) == (128, "cannot be decoded")
+
+
 # --- in a browser ----------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +315,21 @@ def _drive(page: Browser) -> None:
     page.run("document.getElementById('marked').click()")
     page.until("document.getElementById('status').textContent == '2 of 150 samples'")
     assert page.run("[...document.querySelectorAll('.badge')].map(each => each.textContent)")[0] == "3 NaN"
+
+
+@pytest.mark.long
+def test_a_card_shows_the_photo_in_a_corner_of_the_latent(page: Browser, latents_and_photos: PageServer) -> None:
+    page.open(latents_and_photos.url)
+    page.until("document.querySelectorAll('.card').length == 2")
+    page.until("document.querySelector('.inset img').complete")
+    shown = page.run(
+        "['.picture > .pixels', '.inset .photo'].map(of => document.querySelector(of).getBoundingClientRect().width)"
+    )
+    assert 0 < shown[1] < shown[0] / 2
+    assert page.run("[...document.querySelectorAll('.inset')].map(of => of.textContent)") == [
+        "",
+        ".jpg cannot be decoded",
+    ]
 
 
 @pytest.mark.long

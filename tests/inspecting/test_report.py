@@ -81,16 +81,22 @@ def test_captions_and_pictures_in_other_members(tmp_path: Path) -> None:
 
     members = [{"jpg": picture("JPEG", (600, 300))}, {"png": picture("PNG", (20, 30))}, {"jpg": b"no picture"}]
     members += [{"png": picture("PNG", (8000, 8000))}]  # would take 192 MB
+    decoded = ({".jpg": (256, 128)}, {".png": (20, 30)}, {".jpg": None}, {".png": None})
     with tc.ShardWriter(tmp_path, fsync=False) as sink:
         for i, others in enumerate(members):
-            sink.write(f"{i}", {"captions": captions, "x": torch.zeros(2)}, **{"digest.txt": "1"}, **others)
+            sample = {"prompt": captions, "more captions": ["one text", captions][i % 2], "x": torch.zeros(2)}
+            sink.write(f"{i}", sample, **{"digest.txt": "1"}, **others)
     report, _, _ = view(tmp_path)
     assert dict(map(tuple, report["members"])) == {"jpg": 2, "png": 2}  # not the digests of `tc.build`
-    for card, sizes in zip(report["samples"], ([(256, 128)], [(20, 30)], [], []), strict=True):
+    for card, sizes in zip(report["samples"], decoded, strict=True):
         assert (card["is_list"], card["text"].split("\n")) == (True, ["a fox", "a fox in the snow", "animal"])
-        assert [(shown["width"], shown["height"]) for shown in card["pictures"]] == sizes
-        for shown in card["pictures"]:
-            assert image.open(io.BytesIO(base64.b64decode(shown["jpeg"]))).format == "JPEG"
+        assert dict(map(tuple, card["values"]))["more captions"] == ("one text", repr(captions))[card["number"] % 2]
+        (shown,) = card["pictures"]
+        if (size := sizes[shown["member"]]) is None:
+            assert shown["error"] == "cannot be decoded"
+        else:
+            opened = image.open(io.BytesIO(base64.b64decode(shown["jpeg"])))
+            assert (opened.format, opened.size, (shown["width"], shown["height"])) == ("JPEG", size, size)
         assert not card["error"]
 
 
@@ -103,13 +109,13 @@ def test_pictures_of_strangers(tmp_path: Path) -> None:
         image.new(mode, size, options.pop("color", 0)).save(file := io.BytesIO(), kind, **options)
         return file.getvalue()
 
-    cases: list[tuple[dict[str, bytes], str | None, tuple[int, int], int]] = [
+    cases: list[tuple[dict[str, bytes], str, tuple[int, int] | None, int]] = [
         ({"jpg": picture("JPEG", "RGB", (60, 30), exif=exif)}, ".jpg", (30, 60), 0),
         ({"jpg": picture("JPEG", "RGB", (60, 30), comment=b"a secret" * 8000)}, ".jpg", (60, 30), 0),
         ({"png": picture("PNG", "I;16", (60, 30), color=0x8000)}, ".png", (60, 30), 0x80),
         # other formats are not decoded, whatever their names
-        ({"jpg": picture("TIFF", "RGB", (60, 30))}, None, (16, 16), 0),
-        ({"png": b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>'}, None, (16, 16), 0),
+        ({"jpg": picture("TIFF", "RGB", (60, 30))}, ".jpg", None, 0),
+        ({"png": b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>'}, ".png", None, 0),
     ]
     with tc.ShardWriter(tmp_path, fsync=False) as sink:
         for i in range(400):
@@ -118,11 +124,13 @@ def test_pictures_of_strangers(tmp_path: Path) -> None:
     report, page, _ = view(tmp_path)
     assert len(page) < 2_000_000
     for card, (_, member, size, level) in zip(report["samples"], cases, strict=False):
-        first, *others = card["pictures"]
-        assert (first.get("member"), (first["width"], first["height"])) == (member, size)
-        assert [shown["tensor"] for shown in others] == [0] * (member is not None)  # the latent is shown, too
-        if member is not None:
-            content = base64.b64decode(first["jpeg"])
+        latent, photo = card["pictures"]
+        assert (latent["tensor"], photo["member"]) == (0, member)
+        if size is None:
+            assert photo["error"] == "cannot be decoded"
+        else:
+            assert (photo["width"], photo["height"]) == size
+            content = base64.b64decode(photo["jpeg"])
             assert b"secret" not in content
             assert abs(image.open(io.BytesIO(content)).getpixel((5, 5))[0] - level) < 3
 

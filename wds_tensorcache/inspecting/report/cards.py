@@ -24,7 +24,7 @@ from wds_tensorcache.integrations.safe_members import shrink_picture
 
 _TEXT_NAMES = [re.compile(pattern, re.IGNORECASE) for pattern in ("prompt", "caption", "text|txt", "label|class|title")]
 _TEXT_MEMBERS = "txt", "caption", "cls", "json"
-PICTURE_MEMBERS = "jpg", "jpeg", "png", "webp"
+_PICTURE_MEMBERS = "jpg", "jpeg", "png", "webp"
 _MAX_VALUES = 200
 _NUM_DRAWN = 300  # tensors among which pictures are chosen
 _PICTURE_NAMES = re.compile(r"latent|sample|image|video|moment", re.IGNORECASE)
@@ -50,6 +50,11 @@ class Limits:
     num_tensors: int
 
 
+def has_photos(survey: Survey) -> bool:
+    """Return whether samples have pictures in other members."""
+    return not survey.description.members.keys().isdisjoint(_PICTURE_MEMBERS)
+
+
 def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
     """Return a sample for JSON. A sample that cannot be read has a mark, and the error message in `error`."""
     card = _new_card(survey, index) | {"tensors": [], "num_more": 0, "pictures": [], "marks": []}
@@ -65,8 +70,8 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
             card["tensors"].append([survey.positions[name], dtype, shape, values_record(values.get(name))])
         card["num_more"] = len(lazies) - len(card["tensors"])
         sizes = chain([limits.picture_nbytes], repeat(limits.picture_nbytes // 2))
-        drawn = _draw(survey, {name: lazies[name] for name in names}, limits, sizes)
-        pictures = chain(_open_pictures(survey, index, limits, sizes), drawn)
+        photos = _open_pictures(survey, index, limits, sizes)
+        pictures = _draw(survey, {name: lazies[name] for name in names}, photos, limits, sizes)
         card["pictures"] = list(islice(pictures, limits.num_pictures))
     except READ_ERRORS as exc:
         card["error"] = escape_hidden(str(exc), 500)
@@ -153,21 +158,25 @@ def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
 
 
 def _open_pictures(survey: Survey, index: int, limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """Yield the pictures in other members of a sample; none without Pillow, and none that is damaged or too large."""
-    for suffix in PICTURE_MEMBERS:
+    """Yield the pictures in other members of a sample, with an `error` if they are damaged, too large, or need Pillow."""
+    for suffix in _PICTURE_MEMBERS:
         content = _read_member(survey, index, suffix) if suffix in survey.description.members else None
         if content is not None:
             try:
                 jpeg, width, height = shrink_picture(content, limits.picture_side, next(sizes))
-            except (ImportError, tc.FormatError):
+            except (ImportError, tc.FormatError) as exc:
+                error = "needs Pillow" if isinstance(exc, ImportError) else "cannot be decoded"
+                yield {"member": f".{suffix}", "error": error}
                 continue
             encoded = base64.b64encode(jpeg).decode("ascii")
             place = {"member": f".{suffix}", "kind": "photo", "note": ""}
             yield {**place, "jpeg": encoded, "width": width, "height": height}
 
 
-def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """Yield the most important pictures first: flips, masks and control images come late, and maps come last."""
+def _draw(
+    survey: Survey, lazies: dict[str, Lazy], photos: Iterator[dict[str, Any]], limits: Limits, sizes: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield the most important pictures first: a latent, then photos. Flips, masks and control images come late, maps last."""
     drawn: list[tuple[Any, int, str, Lazy, Planes]] = []
     for name, lazy in lazies.items():
         planes = find_planes(name, lazy.dtype, lazy.shape)
@@ -176,9 +185,13 @@ def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits, sizes: Iterat
             rank = planes.kind == "map", is_later, not _PICTURE_NAMES.search(name), -size
             drawn.append((rank, len(drawn), name, lazy, planes))
     for _, _, name, lazy, planes in sorted(drawn)[: limits.num_pictures]:
+        if planes.kind == "map":
+            yield from photos
         loaded = planes.load(lazy)
         colors = survey.colors_of(name, lazy, planes, loaded)
         png, width, height = fit_png(loaded, colors, planes.kind, limits.picture_side, next(sizes))
         encoded = base64.b64encode(png).decode("ascii")
         place = {"tensor": survey.positions[name], "kind": planes.kind, "note": planes.note}
         yield {**place, "png": encoded, "width": width, "height": height}
+        yield from photos
+    yield from photos

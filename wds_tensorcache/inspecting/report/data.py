@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 import wds_tensorcache as tc
-from wds_tensorcache.inspecting.report.cards import PICTURE_MEMBERS, Limits, make_card, values_record
+from wds_tensorcache.inspecting.report.cards import Limits, has_photos, make_card, values_record
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS, map_samples
 from wds_tensorcache.inspecting.survey import Survey, TensorStatistics, dtype_names
 from wds_tensorcache.inspecting.text import escape_hidden, json_number, page_text, shape_text
@@ -136,9 +136,8 @@ def _histogram_record(values: ValueStatistics) -> dict[str, Any] | None:
 def file_limits(survey: Survey) -> Limits:
     """Return limits that keep the examined samples below 10 MB in a file, with room for a tensor beside a photo."""
     num_samples = max(len(survey.indices), 1)
-    has_photos = not survey.description.members.keys().isdisjoint(PICTURE_MEMBERS)
     share = _PICTURES_NBYTES * 3 // 4 // num_samples
-    num_pictures = 3 if share > 12_000 else 1 + has_photos
+    num_pictures = 3 if share > 12_000 else 1 + has_photos(survey)
     return Limits(
         text_nbytes=min(8000, max(300, _TEXTS_NBYTES // num_samples)),
         num_pictures=num_pictures,

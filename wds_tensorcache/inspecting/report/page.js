@@ -373,6 +373,7 @@
   const titleOf = (card) => card.name || card.key;
 
   function picture(image, card) {
+    if (image.error) return make("span", { class: "none" }, `${image.member} ${image.error}`);
     return make("img", {
       src: image.jpeg ? `data:image/jpeg;base64,${image.jpeg}` : `data:image/png;base64,${image.png}`,
       width: image.width,
@@ -387,6 +388,8 @@
     const inner = card.pictures.length
       ? picture(card.pictures[0], card)
       : make("span", { class: "none" }, card.error ? "cannot be read" : "no picture");
+    const photo = card.pictures.slice(1).find((image) => image.member);
+    const inset = photo ? [make("span", { class: "inset" }, picture(photo, card))] : [];
     const badges = make(
       "span",
       { class: "badges" },
@@ -411,7 +414,7 @@
         onclick: () => open(at),
         onfocus: () => setCurrent(at),
       },
-      make("span", { class: "picture" }, inner, badges),
+      make("span", { class: "picture" }, inner, ...inset, badges),
       make("span", { class: "body" }, ...body),
     );
     return make("li", {}, button);
@@ -540,7 +543,7 @@
   }
 
   function captionOf(image) {
-    if (image.member) return image.member;
+    if (image.member) return image.error ? "" : image.member;
     const tensor = report.tensors[image.tensor];
     return [`${nameOf(tensor)} ${tensor.dtype}`, image.note].filter(Boolean).join(" · ");
   }

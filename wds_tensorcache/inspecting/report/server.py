@@ -12,14 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from wds_tensorcache.inspecting.report.cards import Limits, make_card, text_of_sample
+from wds_tensorcache.inspecting.report.cards import Limits, has_photos, make_card, text_of_sample
 from wds_tensorcache.inspecting.report.page import build_page
 from wds_tensorcache.inspecting.survey import Survey
 from wds_tensorcache.inspecting.text import as_json
 
 _HOST = "127.0.0.1"
 _NAMES = re.compile(r"(?:127\.0\.0\.1|localhost)(?::\d{1,5})?", re.ASCII)
-_CARD = Limits(text_nbytes=4000, num_pictures=1, picture_side=128, picture_nbytes=30_000, num_tensors=0)
 _DETAIL = Limits(text_nbytes=200_000, num_pictures=12, picture_side=512, picture_nbytes=600_000, num_tensors=300)
 _MAX_COUNT, _MAX_QUERY = 200, 1000
 _SEARCH_S = 0.7  # seconds after which a search answers with the matches so far
@@ -59,6 +58,7 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, survey: Survey, report: dict[str, Any], port: int = 0) -> None:
         super().__init__((_HOST, port), _Handler)
         self.survey = survey
+        self.card = Limits(4000, 1 + has_photos(survey), picture_side=128, picture_nbytes=30_000, num_tensors=0)
         self.token = secrets.token_urlsafe(24)
         self.page = build_page(report, is_served=True)
         self.url = f"http://{_HOST}:{self.server_address[1]}/?token={self.token}"
@@ -81,7 +81,7 @@ class PageServer(ThreadingHTTPServer):
         while index < total and len(samples) < count and (index == begin or time.monotonic() < deadline):
             text = text_of_sample(self.survey, index, _DETAIL.text_nbytes).lower() if words else ""
             if all(word in text for word in words):
-                card = make_card(self.survey, index, _CARD)
+                card = make_card(self.survey, index, self.card)
                 if card["marks"] or not is_marked:
                     samples.append(card)
             index += 1
