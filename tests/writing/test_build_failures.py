@@ -101,6 +101,25 @@ KINDS = [
 ]
 
 
+def test_the_frame_is_that_of_the_users_code(tmp_path: Path) -> None:
+    """Not a line of a package, of the standard library, or of this package, if there is another one."""
+
+    def fn(items: list[str]) -> Any:
+        if "numpy" in items:
+            np.stack([np.zeros(2), np.zeros(3)])
+        if "json" in items:
+            json.loads("{")
+        return [object() for _ in items]
+
+    build_broken(["numpy", "json", "neither"], tmp_path, fn, keys=str)
+    assert [record["frame"].partition(" in fn: ")[2] for record in listed(tmp_path)] == [
+        "np.stack([np.zeros(2), np.zeros(3)])",
+        'json.loads("{")',
+        "",
+    ]
+    assert all(record["frame"] for record in listed(tmp_path))
+
+
 def test_a_function_may_change_items_in_place(tmp_path: Path) -> None:
     """Its changes of a batch that failed do not reach the samples."""
 

@@ -19,6 +19,8 @@ from wds_tensorcache.storage.folder import Folder
 from wds_tensorcache.storage.urls import shown
 
 _NAME = re.compile(r"failures(?:-r[0-9]+of([0-9]+))?\.jsonl").fullmatch
+_FOLDERS = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(__file__))
+_IS_LIBRARY = re.compile(rf"(?:{'|'.join(map(re.escape, _FOLDERS))})/|<frozen |.*/(?:site|dist)-packages/").match
 _log = logging.getLogger("wds_tensorcache")
 _MAX_TEXT = 1000  # characters of a message
 
@@ -32,7 +34,8 @@ class Failure:
         key: Key of its sample; `""` if only the item itself tells it, and the item could not be read.
         error: Name of the exception's class.
         text: Message of the exception, at most 1,000 characters.
-        frame: Last frame of the traceback: file, line, function and source.
+        frame: Last frame of the traceback that is outside installed packages and the standard library, or else the last one:
+            file, line, function and source.
     """
 
     item: int
@@ -43,7 +46,8 @@ class Failure:
 
     @staticmethod
     def of(item: int, key: str, exc: BaseException) -> Failure:
-        (frame,) = traceback.extract_tb(exc.__traceback__, limit=-1)
+        frames = traceback.extract_tb(exc.__traceback__)
+        frame = next((frame for frame in reversed(frames) if not _IS_LIBRARY(frame.filename)), frames[-1])
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
         return Failure(item, key, type(exc).__name__, str(exc)[:_MAX_TEXT], where[:_MAX_TEXT])
 

@@ -44,7 +44,7 @@ def ls_command(
     followed by the original name of the sample, such as the path of a photo. No tensor is read.
 
     With --failed, CACHE is a folder, here or at a url, and each line is the key of an item that has no sample (or its number,
-    if its key is unknown), its error, and the line of code that raised it.
+    if its key is unknown), its error, and the last line of your own code in its traceback.
     """
     output = Output(as_json)
     if failed:
