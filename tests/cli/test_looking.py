@@ -118,6 +118,16 @@ def test_stats(run: Run, cache: Path, hostile: Path) -> None:
     assert "NaN or Inf in 2 samples: 'a', 'b'" in run("stats", hostile).out
 
 
+def test_json_has_each_list_of_numbers_on_one_line(run: Run, tmp_path: Path) -> None:
+    numbers = [float("nan"), 1.5, float("-inf"), float("inf")]
+    with tc.ShardWriter(tmp_path, fsync=False) as sink:
+        sink.write("a", {"x": torch.tensor([numbers, numbers[::-1]]), "list": numbers, "texts": ["NaN", "nan"]})
+    line = b'["NaN", 1.5, "-Infinity", "Infinity"]'
+    for name in ("x", "list"):
+        assert line in run("cat", tmp_path, "a", name, "--json").stdout
+    assert run("cat", tmp_path, "a", "texts", "--json").json["value"] == ["NaN", "nan"]
+
+
 def test_cat(run: Run, cache: Path) -> None:
     sample = make_sample(3)
     states = sample["text"]["states"]

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-_NUMBERS = re.compile(r'\[\n([^\[\]{}"]+)\]')  # a string has no line break in JSON
+# numbers, also those that are not finite; a string has no line break in JSON
+_NUMBERS = re.compile(r'\[\n([^\[\]{}"]*(?:"(?:NaN|-?Infinity)"[^\[\]{}"]+)*)\]')
 _WIDEST = 100_000  # of a table in a file, in columns
 
 
