@@ -149,7 +149,7 @@ class BuildError(TensorCacheError, RuntimeError):
     Attributes:
         failures: Key and text of each failure, in the order of the items. The key is None if only the item itself tells its
             key, and the item could not be read. The text contains the number of the item, the exception, and the last
-            frame of its traceback.
+            line of the caller's code in its traceback.
     """
 
     failures: tuple[tuple[str | None, str], ...] = ()
@@ -201,14 +201,18 @@ _NUM_LISTED, _NUM_CHARS, _MIN_RATIO = 8, 80, 0.5
 def list_names(known: Collection[object], wanted: object = "", count: int | None = None) -> str:
     """Return names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
 
-    Names similar to `wanted` come first; equally similar names keep their order. Only the first 1,000 names are considered.
-    At most 8 names are listed, each with at most 80 characters.
+    Names similar to `wanted` come first: those with the same last part of a path, then the most similar ones. Equally similar
+    names keep their order. Only the first 1,000 names are considered. At most 8 names are listed, each with at most 80
+    characters.
     """
     texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, NUM_COMPARED)}
     matcher, scores = difflib.SequenceMatcher(b=str(wanted)[:_NUM_CHARS]), dict[str, float]()
+    last = str(wanted).rpartition("/")[2]
     for text in texts:
         matcher.set_seq1(text)
-        if matcher.real_quick_ratio() >= _MIN_RATIO and matcher.quick_ratio() >= _MIN_RATIO:
+        if last and text.rpartition("/")[2] == last:
+            scores[text] = 1 + matcher.ratio()
+        elif matcher.real_quick_ratio() >= _MIN_RATIO and matcher.quick_ratio() >= _MIN_RATIO:
             scores[text] = matcher.ratio()
     # not difflib.get_close_matches, which puts the last of equally similar names first
     near = sorted((text for text in scores if scores[text] >= _MIN_RATIO), key=scores.__getitem__, reverse=True)

@@ -48,6 +48,17 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
     assert listed.endswith(f" and {len(names) - 8} more") is (len(names) > 8)
 
 
+def test_a_key_without_its_folders_names_the_key_in_them(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path, fsync=False) as writer:
+        for i in range(60):
+            writer.write(
+                f"a/a_long_name_of_a_folder/sub{i % 2}/{i:04d}" if i % 9 == 6 else f"{i:03d}0", {"x": torch.zeros(1)}
+            )
+    for key in ("0006", "b/0006"):
+        with pytest.raises(KeyError, match="there are 'a/a_long_name_of_a_folder/sub0/0006', "):
+            tc.open(tmp_path)[key]
+
+
 def test_equally_similar_names_keep_their_order() -> None:
     assert list_names([f"sample_{i}" for i in range(4)], "sampel_1") == "'sample_1', 'sample_0', 'sample_2', 'sample_3'"
     assert list_names(["other", "xc", "xa", "xb"], "x").startswith("'xc', 'xa', 'xb', ")
