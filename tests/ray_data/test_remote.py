@@ -46,6 +46,20 @@ def test_written_read_and_built(every_kind_cache: Path, write_server: WriteServe
     assert not shards & write_server.objects("cache/").keys()
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("equal", [False, True], ids=["ragged", "equal"])
+def test_values_of_a_task_are_read_together(write_server: WriteServer, equal: bool, exact: bool) -> None:
+    with tc.ShardWriter(URL) as writer:
+        for i in range(60):
+            sample = {"x": torch.zeros(3 + (0 if equal else i % 5)), "prompt": f"photo {i}"}
+            writer.write(f"{i:04d}", sample if equal or i % 7 else {**sample, "more": i})
+    write_server.log()
+    rows = by_key(tc.ray.read_ray(URL, exact=exact, override_num_blocks=1))
+    assert len(rows) == 60
+    requests = [key for method, key, _ in write_server.log() if method == "GET" and key.endswith(".tar")]
+    assert 0 < len(requests) < 20
+
+
 def test_built() -> None:
     rows = [{"id": i, "x": np.full(3, i, np.float32)} for i in range(20)]
     items = ray.data.from_items(rows, override_num_blocks=2)

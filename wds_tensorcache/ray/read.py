@@ -186,8 +186,8 @@ class Plan:
 
     def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
         """Return the plan with the kinds of the small values in the samples at `numbers`."""
-        request = cache._request_chosen(numbers, self.randomness)
-        rows = [describe_sample(request.sample(i))[1] for i in range(len(numbers))]
+        samples = _read_samples(cache._request_chosen(numbers, self.randomness))
+        rows = [describe_sample(sample)[1] for sample in samples]
         names = dict.fromkeys(chain.from_iterable(rows))
         return dataclasses.replace(
             self, value_kinds={name: value_kind(row.get(name) for row in rows) for name in names}
@@ -272,7 +272,7 @@ def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence
         members = cache._find_members(cache._request(numbers), suffix, range(len(numbers)))
         table[name] = pa.array([members.get(i) for i in range(len(numbers))], pa.large_binary())
     if columns is None or not direct.issuperset(columns):
-        samples = [request.sample(i) for i in range(len(numbers))]
+        samples = _read_samples(request)
         marks = [
             Mark(is_described=plan.is_described, original=cache._stored_name(number)) for number in numbers.tolist()
         ]
@@ -283,6 +283,12 @@ def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence
         else:
             table |= _value_columns(samples, marks, plan)
     return pa.table(table if columns is None else {name: table[name] for name in columns if name in table})
+
+
+def _read_samples(request: Any) -> list[Any]:
+    """Return the samples of a request. Skeletons in remote shards are read together."""
+    request.rows.fetch_skeletons(range(len(request.rows)))
+    return [request.sample(i) for i in range(len(request.rows))]
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
@@ -337,7 +343,7 @@ def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan:
             narrow = request if len(regular) == len(plan.schema) else request.keeping(regular)
             tensors.update(cache._read_batch(narrow, None, False, "auto", 0, TENSOR_WAYS))
     if not tensors.keys() >= set(names):
-        rows = [flatten(request.sample(i)) for i in range(len(numbers))]
+        rows = list(map(flatten, _read_samples(request)))
         for name in names:
             if name not in tensors:
                 tensors[name] = [row[name].load() if name in row else None for row in rows]
