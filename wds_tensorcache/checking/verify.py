@@ -290,8 +290,10 @@ class _Manifest:
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
         """Report shards without their listed index whose intact members are those of another shard, byte for byte."""
+        if not self._unlike or not repeated:
+            return
         listed = [path for path in self.paths if path in keys and path not in self._unlike]
-        owners = {key: path for path in listed for key in keys[path] if key in repeated} if self._unlike else {}
+        owners = {key: path for path in listed for key in keys[path] if key in repeated}
         for path, checked in self._unlike.items():
             original = next((owners[key] for key in keys[path] if key in owners), None)
             with suppress(OSError):
