@@ -93,6 +93,15 @@ def test_workers_share_the_steps_of_their_rank(folder: str, rank: int, num_worke
         assert count(loader) == [2] * 7
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}])
+@pytest.mark.parametrize("stages", [(), (wds.to_tuple("cls", "__position__"),)])
+def test_batches_of_batches_are_refused(folder: str, stages: Any, options: Any) -> None:
+    stream = tc.ResumablePipeline(folder, *stages, batch_size=2)
+    assert len(list(DataLoader(stream, batch_size=None))) == 22
+    with pytest.raises(ValueError, match="items are batches: pass batch_size=None to the DataLoader, or to the stream"):
+        list(DataLoader(stream, **options))
+
+
 @pytest.mark.parametrize("steps", ["longest", 30])
 def test_resumed_at_every_step(folder: str, steps: Any) -> None:
     whole = [batch["__key__"] for batch in pipeline(folder, steps, 1, 2)]
