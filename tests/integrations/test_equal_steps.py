@@ -195,7 +195,8 @@ def test_wrong_use_says_what_to_do(folder: str, options: dict[str, Any], message
 
 
 def test_numbers_of_samples_come_from_a_manifest(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"through their manifest.json, or pass steps= as a number"):
+    message = r"`tensorcache index FOLDER` writes a manifest\.json: pass its path or .*, or pass steps= as a number"
+    with pytest.raises(ValueError, match=message):
         tc.ResumablePipeline([f"{folder}/{shard}.tar" for shard in range(5)], batch_size=2, steps="shortest")
 
 

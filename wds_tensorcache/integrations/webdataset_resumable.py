@@ -166,7 +166,8 @@ class ResumablePipeline(IterableDataset[Any]):
         if len(counts) < len(self._urls):
             raise ValueError(
                 f"steps={steps!r}: no manifest lists the samples of {len(self._urls) - len(counts)} of {len(self._urls)} "
-                "shards; open the shards through their manifest.json, or pass steps= as a number"
+                "shards; `tensorcache index FOLDER` writes a manifest.json: pass its path or its folder as urls, "
+                "or pass steps= as a number"
             )
         order = self._order(0, range(len(self._urls))).tolist()
         totals = [sum(counts[shard] for shard in part) for part in _divide(order, self._loads, self._world_size)]
