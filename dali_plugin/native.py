@@ -201,7 +201,6 @@ class NativeReader(BatchSource):
         columns, which = columns_of(request, layouts), layouts.which.tolist()
         tensors: dict[str, Any] = {}
         for column, name in enumerate(columns.names):
-            columns.check_present(layouts, column)
             references = [reference for _, reference in columns.present(column)]
             first = references[0]
             if max(reference.end for reference in references) > members.shape[1]:

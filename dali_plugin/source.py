@@ -20,6 +20,7 @@ from wds_tensorcache.codec.carriers import Carrier, dali_carrier
 
 Array = np.ndarray[Any, Any]
 _Self = TypeVar("_Self", bound="BatchSource")
+_REMEDY = "but DALI needs it in every sample; leave it out, or filter the cache"
 NUMBER = "number"  # the name of the output with the sample indices of a batch
 
 
@@ -57,12 +58,11 @@ class BatchSource:
         self.tensors = list(schema) if tensors is None else match_names(tensors, schema, "tensor")
         counts = self.cache.members if members else {}
         self.members = match_names(members, counts, "member")
-        if isinstance(self.cache, tc.TensorCache):  # others know only of loaded samples, or of each part
+        if _counts_all(self.cache):
             counts = counts | {name: schema[name].num_samples for name in self.tensors if choose is None}
         for name in (*self.tensors, *self.members):
             if (count := counts.get(name, len(self.cache))) < len(self.cache):
-                have = f"{count} of {len(self.cache)} samples have {name!r}"
-                raise tc.BatchError(f"{have}, but DALI needs it in every sample; leave it out, or filter the cache")
+                raise tc.BatchError(f"{count} of {len(self.cache)} samples have {name!r}, {_REMEDY}")
         self.batch_size, self.num_batches = steps["batch_size"], len(self._sampler)
         self.settings = {"samples": len(self.cache), "order": 2, **steps}  # version 1 of the order had no number
         self._shown = self._sampler._shown
@@ -144,6 +144,13 @@ class BatchSource:
         raise NotImplementedError
 
 
+def _counts_all(cache: Any) -> bool:
+    """Return whether the schema counts all samples, not only those in the memory of a `SharedDataset`."""
+    if isinstance(cache, tc.JoinedCache):
+        return all(map(_counts_all, cache._caches))
+    return isinstance(cache, tc.TensorCache)
+
+
 class TensorCacheSource(BatchSource):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
@@ -175,7 +182,7 @@ class TensorCacheSource(BatchSource):
         ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
         TypeError: A tensor's dtypes differ between samples.
         BatchError: A name or pattern in `choose` matches no tensor, or a sample lacks one of the tensors or members. With
-            `choose`, a joined cache or a `SharedDataset`, this error is raised when a batch is requested.
+            `choose` or a `SharedDataset`, this error is raised when a batch is requested.
 
     Memory: `keep + prefetch_batches + 1` batches.
     Pipelines: each call of `dali_plugin.fn.tensorcache` makes a copy of the source for its pipeline. If you call
@@ -355,7 +362,7 @@ class TensorCacheSource(BatchSource):
         for name, value in zip(self.tensors, values, strict=True):
             if value is None or (isinstance(value, list) and any(row is None for row in value)):
                 lacking = next((i for i, row in enumerate(value or ()) if row is None), 0)
-                raise tc.BatchError(f"sample {request.key(lacking)!r} has no tensor {name!r}")
+                raise tc.BatchError(f"sample {request.key(lacking)!r} has no tensor {name!r}, {_REMEDY}")
         return [
             tuple(dali_carrier(row.dtype).carry(row) for row in value)
             if isinstance(value, list)

@@ -16,6 +16,8 @@ from dali_plugin.tensors import is_tensor, match_names
 from wds_tensorcache.codec.carriers import dali_carrier
 from wds_tensorcache.errors import list_names
 
+_REMEDY = "drop such samples, for example with wds.select, or name only tensors= and members= that all samples have"
+
 
 class TensorCacheStream(BatchSource):
     """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
@@ -35,9 +37,9 @@ class TensorCacheStream(BatchSource):
     Raises:
         KeyError: The first sample has no such tensor or member.
         ValueError: The stream has no samples, cannot be iterated over again, or has no lazy tensors in `field`.
-        BatchError (when a batch is requested or nested): A sample lacks `field` or a tensor, or its dtypes differ from the
-            first sample's. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor that
-            the first sample lacks.
+        BatchError (when a batch is requested or nested): A sample lacks `field`, a tensor or a member, or its dtypes differ
+            from the first sample's. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor
+            that the first sample lacks.
     """
 
     def __init__(
@@ -106,30 +108,35 @@ class TensorCacheStream(BatchSource):
         if not samples or (self._last_batch == "drop" and len(samples) < self.batch_size):
             raise StopIteration
         self._iteration += 1
-        if any(self._field not in sample for sample in samples):
-            raise tc.BatchError(f"a sample of the stream has no field {self._field!r}")
+        by_sample = list(map(self._tensors_in, samples))
         nested = [sample[self._field] for sample in samples]
         members = [tuple(np.frombuffer(sample[name], np.uint8) for sample in samples) for name in self.members]
         numbers = np.arange(self._count, self._count + len(samples))
-        batch = (*self._tensors_of(nested), *members, numbers)
+        batch = (*self._carry(by_sample), *members, numbers)
         self._kept.append((numbers, nested, batch))
         self._count += len(samples)
         return batch
 
-    def _tensors_of(self, samples: list[Any]) -> Iterator[Any]:
+    def _tensors_in(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors of a sample by name; raise BatchError if the sample does not match the first one."""
+        where, tensors = f"sample {sample.get('__key__')!r:.100} of the stream", tc.flatten(sample.get(self._field))
+        lacking = [] if self._field in sample else [f"field {self._field!r}"]
+        lacking += [f"tensor {name!r}" for name in self.tensors if name not in tensors]
+        lacking += [f"member {name!r}" for name in self.members if name not in sample]
+        if lacking:
+            raise tc.BatchError(f"{where} has no {lacking[0]}; {_REMEDY}")
+        for name, lazy in tensors.items():
+            carrier = self._stored.get(name)
+            if carrier is None and self._has_all:
+                raise tc.BatchError(f"{where} has tensor {name!r}, which the first sample lacks; {_REMEDY}")
+            if carrier is not None and lazy.dtype != carrier.true:
+                raise tc.BatchError(f"tensor {name!r} is {carrier.true} at first, but {lazy.dtype} in {where}")
+        return tensors
+
+    def _carry(self, by_sample: list[dict[str, Any]]) -> Iterator[Any]:
         """Yield the tensors of a batch in the form that DALI accepts."""
-        by_sample = [tc.flatten(sample) for sample in samples]
-        if self._has_all and (more := [name for tensors in by_sample for name in tensors if name not in self.schema]):
-            raise tc.BatchError(f"a sample of the stream has tensor {more[0]!r}, which the first sample lacks")
         for name, carrier in self._stored.items():
-            if any(name not in tensors for tensors in by_sample):
-                raise tc.BatchError(f"a sample of the stream has no tensor {name!r}")
             lazies = [tensors[name] for tensors in by_sample]
-            for lazy in lazies:
-                if lazy.dtype != carrier.true:
-                    raise tc.BatchError(
-                        f"tensor {name!r} is {carrier.true} at first, but {lazy.dtype} in a later sample"
-                    )
             if any(lazy.shape != lazies[0].shape for lazy in lazies):
                 yield tuple(carrier.carry(lazy.load()) for lazy in lazies)
             elif is_tensor(carrier):

@@ -336,6 +336,7 @@ def test_a_card_shows_the_photo_in_a_corner_of_the_latent(page: Browser, latents
 def test_keys_and_search(page: Browser, photos_page: str, page_server: PageServer) -> None:
     page.open(photos_page)
     assert page.until("document.getElementById('status').textContent") == "150 samples"
+    assert page.run("document.getElementById('structure').textContent.endsWith('Counts are those of 64 samples.')")
     assert page.run("document.title") == "photos"
     _drive(page)
     page.open(page_server.url)

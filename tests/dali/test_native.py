@@ -129,7 +129,7 @@ def test_unaligned_tensors_of_other_layouts(tmp_path: Path) -> None:
 def test_mistakes(folder: Path, cache: Any, tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         sink.write("a", {"x": torch.ones(1)}, bin=b"")
-        sink.write("b", {"x": torch.ones(1)})
+        sink.write("b", {"x": torch.ones(1), "mask": torch.ones(1)})
     for source, options, error, message in (
         (folder, {"tensors": ["scalr"]}, KeyError, "unknown tensor 'scalr'; there are 'scalar'"),
         (cache[2:], {}, ValueError, "is a view of some samples"),
@@ -137,7 +137,13 @@ def test_mistakes(folder: Path, cache: Any, tmp_path: Path) -> None:
         (cache, {"world_size": 21}, ValueError, "20 samples for world_size=21"),
         (cache, {"last_batch": "wrap"}, ValueError, "can only repeat the last sample"),
         (cache, {"index_paths": [__file__]}, ValueError, "existing file for each of 3 shards"),
-        (tmp_path, {"members": ["bin"]}, tc.BatchError, "1 of 2 samples have 'bin'"),
+        (
+            tmp_path,
+            {"tensors": ["x"], "members": ["bin"]},
+            tc.BatchError,
+            "1 of 2 samples have 'bin', .*; leave it out",
+        ),
+        (tmp_path, {}, tc.BatchError, "1 of 2 samples have 'mask', but DALI needs it in every sample; leave it out"),
     ):
         with pytest.raises(error, match=message):
             reader(source, **options)

@@ -131,4 +131,10 @@ def test_tensors_and_members_that_some_samples_lack(tmp_path: Any) -> None:
             TensorCacheSource(cache, batch_size=4)
         with pytest.raises(tc.BatchError, match="3 of 4 samples have 'jpg', but DALI needs it in every sample"):
             TensorCacheSource(cache, ["x"], ["jpg"], batch_size=4)
+        joined = tc.join({"a": cache, "b": tc.join({"c": cache.select(["x"])})})
+        with pytest.raises(tc.BatchError, match=r"2 of 4 samples have 'a\.mask', but DALI needs it in every sample"):
+            TensorCacheSource(joined, batch_size=4)
+        with pytest.raises(tc.BatchError, match="3 of 4 samples have 'jpg', but DALI needs it in every sample"):
+            TensorCacheSource(joined, ["a.x"], ["jpg"], batch_size=4)
+        assert len(TensorCacheSource(joined[[1, 3]], ["a.mask", "b.c.x"], ["jpg"], batch_size=2).batch(0, 0)) == 4
         assert TensorCacheSource(cache[[1, 3]], members=["jpg"], batch_size=2).batch(0, 0)[-1].tolist() == [0, 1]

@@ -82,11 +82,17 @@ def test_mistakes(folder: Path) -> None:
         ({"x": torch.ones(2)}, "the structures of samples 0 and 1"),
         (
             {"x": torch.ones(2, dtype=torch.int8), "n": 1},
-            "tensor 'x' is torch.float32 at first, but torch.int8 in a later",
+            "tensor 'x' is torch.float32 at first, but torch.int8 in sample '1' of the stream",
         ),
-        ({"n": 1}, "a sample of the stream has no tensor 'x'"),
-        ({"x": torch.ones(2), "y": torch.ones(2), "n": 1}, "has tensor 'y', which the first sample lacks"),
-        (None, "a sample of the stream has no field 'tensorcache'"),
+        (
+            {"n": 1},
+            "sample '1' of the stream has no tensor 'x'; drop such samples, .* or name only tensors= and members= ",
+        ),
+        (
+            {"x": torch.ones(2), "y": torch.ones(2), "n": 1},
+            "sample '1' of the stream has tensor 'y', which the first sample lacks; .* name only tensors= ",
+        ),
+        (None, "sample '1' of the stream has no field 'tensorcache'; drop such samples"),
     ],
 )
 def test_samples_that_differ(tmp_path: Path, later: Any, message: str) -> None:
@@ -98,6 +104,14 @@ def test_samples_that_differ(tmp_path: Path, later: Any, message: str) -> None:
     source = dali_plugin.TensorCacheStream(stream, batch_size=2)
     with pytest.raises(tc.BatchError, match=message):
         source.nest({"number": source(0)[-1]})
+
+
+def test_members_that_a_later_sample_lacks() -> None:
+    lazy = tc.decode_sample(*tc.encode_sample({"x": torch.ones(2)}))
+    stream = [{"__key__": "a", "tensorcache": lazy, "jpg": b"x"}, {"__key__": "b", "tensorcache": lazy}]
+    source = dali_plugin.TensorCacheStream(stream, members=["jpg"], batch_size=2)
+    with pytest.raises(tc.BatchError, match="sample 'b' of the stream has no member 'jpg'; drop such samples"):
+        source(0)
 
 
 def test_permuted_batches_of_some_tensors(folder: Path) -> None:

@@ -93,6 +93,15 @@ def test_workers_share_the_steps_of_their_rank(folder: str, rank: int, num_worke
         assert count(loader) == [2] * 7
 
 
+@pytest.mark.parametrize("options", [{}, {"batch_size": 4}])
+@pytest.mark.parametrize("stages", [(), (wds.to_tuple("cls", "__position__"),)])
+def test_batches_of_batches_are_refused(folder: str, stages: Any, options: Any) -> None:
+    stream = tc.ResumablePipeline(folder, *stages, batch_size=2)
+    assert len(list(DataLoader(stream, batch_size=None))) == 22
+    with pytest.raises(ValueError, match="items are batches: pass batch_size=None to the DataLoader, or to the stream"):
+        list(DataLoader(stream, **options))
+
+
 @pytest.mark.parametrize("steps", ["longest", 30])
 def test_resumed_at_every_step(folder: str, steps: Any) -> None:
     whole = [batch["__key__"] for batch in pipeline(folder, steps, 1, 2)]
@@ -186,7 +195,8 @@ def test_wrong_use_says_what_to_do(folder: str, options: dict[str, Any], message
 
 
 def test_numbers_of_samples_come_from_a_manifest(folder: str) -> None:
-    with pytest.raises(ValueError, match=r"through their manifest.json, or pass steps= as a number"):
+    message = r"`tensorcache index FOLDER` writes a manifest\.json: pass its path or .*, or pass steps= as a number"
+    with pytest.raises(ValueError, match=message):
         tc.ResumablePipeline([f"{folder}/{shard}.tar" for shard in range(5)], batch_size=2, steps="shortest")
 
 

@@ -238,6 +238,24 @@ def test_torch_collates_samples_that_differ(
         assert len(batch) == 2
 
 
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([torch.ones(2), "a"], TypeError, r"cannot batch str and LazyTensor\('x', shape=\[2\], dtype=torch\.float32\)"),
+        ([torch.ones(2), [torch.ones(2)]], TypeError, r"cannot batch list and LazyTensor\('x', "),
+        ([np.ones(2), None], TypeError, r"cannot batch None and LazyArray\('x', shape=\[2\], dtype=float64\)"),
+        ([np.ones(2), 1], TypeError, r"cannot batch int and LazyArray\('x', "),
+        ([np.ones(2), np.ones(3)], RuntimeError, r"cannot stack LazyArray\('x', shape=\[3\].* onto LazyArray\('x', "),
+    ],
+)
+def test_torch_does_not_collate_these(values: list[Any], error: type[Exception], message: str) -> None:
+    samples = [tc.decode_sample(*tc.encode_sample({"x": value})) for value in values]
+    with pytest.raises(
+        error, match=rf"{message}.*; read batches of a cache with tc\.torch_loader\(cache, .*such as list"
+    ):
+        default_collate(samples)
+
+
 # --- BatchInfo ---
 
 

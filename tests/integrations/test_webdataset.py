@@ -161,6 +161,15 @@ def test_samples_decoded_by_wds_decode_are_refused(shard: str) -> None:
         read(shard, wds.decode())
 
 
+def test_a_stage_that_is_not_called(shard: str) -> None:
+    for pipeline in (
+        tc.ResumablePipeline(shard, tc.decode),
+        wds.WebDataset(shard, shardshuffle=False).compose(tc.decode),
+    ):
+        with pytest.raises(TypeError, match=r"got generator, expected handlers, .* call it: tc\.decode\(\)"):
+            next(iter(pipeline))
+
+
 def same(sample: Any) -> Any:
     return sample
 

@@ -68,7 +68,7 @@ def test_changed_and_missing_objects(write_server: WriteServer, files: dict[str,
 def test_a_missing_bucket(write_server: WriteServer, use: Any, path: str) -> None:
     url = f"s3://no-bucket/{'%06d.tar' if use is tc.ShardWriter else path}"
     message = (
-        "no bucket 'no-bucket'"
+        "no such object, or no bucket 'no-bucket'; check both names, and the endpoint, region or account"
         if (use, path) == (tc.ResumablePipeline, "a.tar")
         else "no bucket or container 'no-bucket'; "
     )

@@ -60,7 +60,10 @@ def with_record(key: bytes, value: bytes) -> bytes:
 
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "byte 0: the file is empty, expected a tar"),
-    "gzip": (gzip.compress(GOOD + LAST), "byte 0: gzip: a compressed tar cannot be indexed; decompress it, or read"),
+    "gzip": (
+        gzip.compress(GOOD + LAST),
+        "byte 0: gzip: a compressed tar cannot be indexed; unpack it with `gunzip`, or read",
+    ),
     "text": (
         b"hello" * 200,
         r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'; the file is not a tar",
@@ -79,6 +82,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     ),
     "zip": (b"PK\x03\x04" * 200, ".* seems to be a zip, .*; `tensorcache import` "),
     "safetensors": (b"\x10" + bytes(7) + b'{"a":' * 200, r".* seems to be a \.safetensors file; `tensorcache import` "),
+    "picture": (b"\x89PNG\r\n\x1a\n" * 99, r".* seems to be a picture, as \.png, .*; check the path"),
     "JSON": (b'{"a": 1}' * 99, "byte 0: the file is not a tar, but seems to be JSON; pass a shard, or the folder"),
     "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
     # the signed bytes add up to -1

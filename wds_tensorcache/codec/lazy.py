@@ -413,12 +413,7 @@ def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.T
     In a worker process, the result is in shared memory, so that sending it needs no copy.
     """
     first = batch[0]
-    for item in batch:
-        if item is None:
-            _refuse_none(batch)
-        if item.shape != first.shape or item.dtype != first.dtype:
-            problem = f"cannot stack {item!r} onto {first!r}: shapes and dtypes must be equal"
-            raise RuntimeError(f"{problem}; {_COLLATE_REMEDY}")
+    _check_stackable(batch)
     shape, is_worker = (len(batch), *first.shape), get_worker_info() is not None
     rows = torch.empty(0 if is_worker else shape, dtype=first.dtype, device="cpu")
     if is_worker:
@@ -429,23 +424,36 @@ def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.T
     return rows
 
 
-def _refuse_none(batch: list[Any], *, collate_fn_map: Any = None) -> NoReturn:
-    names = ", ".join(dict.fromkeys(repr(item) for item in batch if isinstance(item, Lazy)))
-    raise TypeError(f"default_collate cannot batch None{f' and {names:.200}' if names else ''}; {_COLLATE_REMEDY}")
-
-
 def _collate_arrays(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
+    _check_stackable(batch)
     arrays = [torch.as_tensor(item.load() if isinstance(item, LazyArray) else item) for item in batch]
     stacked: torch.Tensor = default_collate_fn_map[torch.Tensor](arrays, collate_fn_map=collate_fn_map)
     return stacked
 
 
+def _check_stackable(batch: list[Any]) -> None:
+    first = batch[0]
+    for item in batch:
+        if not isinstance(item, (Lazy, torch.Tensor, np.ndarray)):
+            _refuse_values(batch)
+        # torch promotes the dtypes of arrays
+        if item.shape != first.shape or (isinstance(first, LazyTensor) and item.dtype != first.dtype):
+            problem = f"cannot stack {item!r} onto {first!r}: shapes and dtypes must be equal"
+            raise RuntimeError(f"{problem}; {_COLLATE_REMEDY}")
+
+
+def _refuse_values(batch: list[Any], *, collate_fn_map: Any = None) -> NoReturn:
+    values = sorted(batch, key=lambda item: isinstance(item, Lazy))
+    names = (repr(item) if item is None or isinstance(item, Lazy) else type(item).__name__ for item in values)
+    raise TypeError(f"default_collate cannot batch {' and '.join(dict.fromkeys(names)):.200}; {_COLLATE_REMEDY}")
+
+
 _COLLATE_REMEDY = (
     "read batches of a cache with tc.torch_loader(cache, batch_size=…, collate=…), or with collate_fn=cache.read_batch and "
     "range(len(cache)) as dataset; collate={NAME: 'pad'} or 'list' takes tensors of several shapes, and a function of the "
-    "samples converts dtypes"
+    "samples, such as list, takes any values"
 )
 # torch's `default_collate` reads each tensor once, directly into its row of the batch
 default_collate_fn_map.setdefault(LazyTensor, _collate_tensors)
 default_collate_fn_map.setdefault(LazyArray, _collate_arrays)
-default_collate_fn_map.setdefault(type(None), _refuse_none)  # torch itself would only name the type
+default_collate_fn_map.setdefault(type(None), _refuse_values)  # torch itself would only name the type

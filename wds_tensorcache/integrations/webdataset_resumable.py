@@ -9,12 +9,13 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
 import xxhash
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 from webdataset.handlers import reraise_exception
 from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
@@ -72,7 +73,8 @@ class ResumablePipeline(IterableDataset[Any]):
             folder, manifest, wildcard or brace are always opened as paths.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         batch_size: Number of items of the last stage in a batch; None yields single items. Pass `batch_size=None` to the
-            `DataLoader`. Without `steps`, the last batch of each worker may be smaller.
+            `DataLoader`, which would otherwise batch these batches. Without `steps`, the last batch of each worker may be
+            smaller.
         steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` takes the full batches of
             the rank with the fewest samples in epoch 0, `"longest"` as many batches as the rank with the most samples fills
             or begins; a manifest must list the samples. The workers of a rank share its steps. A worker with too few samples
@@ -164,7 +166,8 @@ class ResumablePipeline(IterableDataset[Any]):
         if len(counts) < len(self._urls):
             raise ValueError(
                 f"steps={steps!r}: no manifest lists the samples of {len(self._urls) - len(counts)} of {len(self._urls)} "
-                "shards; open the shards through their manifest.json, or pass steps= as a number"
+                "shards; `tensorcache index FOLDER` writes a manifest.json: pass its path or its folder as urls, "
+                "or pass steps= as a number"
             )
         order = self._order(0, range(len(self._urls))).tolist()
         totals = [sum(counts[shard] for shard in part) for part in _divide(order, self._loads, self._world_size)]
@@ -298,7 +301,16 @@ class ResumablePipeline(IterableDataset[Any]):
             self._progress[2 + is_repeated] += len(positions)
         self._progress[1] += 1
         batch.clear()
-        return items[0] if self._batch_size is None else self._collate(items)
+        if self._batch_size is None:
+            return items[0]
+        collated = self._collate(items)
+        fields = (
+            collated.items() if isinstance(collated, dict) else enumerate(collated) if type(collated) is list else ()
+        )
+        for field, value in fields:
+            if isinstance(value, (list, tuple)) and value and all(map(_is_position, value)):
+                collated[field] = _Positions(value)
+        return collated
 
     def _share(self) -> int | None:
         """Return this worker's number of steps: a part of its rank's, in proportion to its samples, or else its bytes."""
@@ -592,10 +604,14 @@ def _are_counts(*values: Any) -> bool:
     return all(type(value) is int and value >= 0 for value in values)
 
 
+def _is_position(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_PREFIX)
+
+
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
     """Yield the shard and the sample index of each sample in an item."""
     if isinstance(item, str):
-        if item.startswith(_PREFIX):
+        if _is_position(item):
             shard, _, index = item[len(_PREFIX) :].partition(":")
             yield int(shard), int(index)
     elif isinstance(item, Mapping):
@@ -603,6 +619,17 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
     elif isinstance(item, (list, tuple)):
         for part in item:
             yield from _positions(part)
+
+
+class _Positions(list[str]):
+    """The positions of a batch. `default_collate` refuses them, so a DataLoader cannot silently make batches of batches."""
+
+
+def _refuse_batches(batch: list[Any], *, collate_fn_map: Any = None) -> NoReturn:
+    raise ValueError("the stream's items are batches: pass batch_size=None to the DataLoader, or to the stream")
+
+
+default_collate_fn_map.setdefault(_Positions, _refuse_batches)
 
 
 def _divide(shards: list[int], loads: list[int], num_parts: int) -> list[list[int]]:

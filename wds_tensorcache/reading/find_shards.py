@@ -17,13 +17,14 @@ from braceexpand import braceexpand
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.errors import FormatError, RemoteError, format_count
 from wds_tensorcache.shards.manifest import MANIFEST, FoundShard, locate_shards, read_manifest
+from wds_tensorcache.shards.tar import unpack_remedy
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import check_not_url, conceal, is_url, is_web, shown, split_url
 
 CachePaths: TypeAlias = "str | os.PathLike[str] | Sequence[CachePaths]"
 _Listed: TypeAlias = "Callable[[str], list[FoundShard] | None]"
 _NUM_SHOWN = 3
-_UNPACKERS = {"gz": "gunzip", "tgz": "gunzip", "bz2": "bunzip2", "xz": "unxz", "zst": "unzstd"}
+_COMPRESSIONS = {"gz": "gzip", "tgz": "gzip", "bz2": "bzip2", "xz": "xz", "zst": "zstd"}
 _IS_TAR = re.compile(r"[^.].*\.(tar(\.(gz|bz2|xz|zst))?|tgz)", re.IGNORECASE | re.DOTALL).fullmatch
 
 
@@ -238,15 +239,13 @@ def _describe_packed(paths: Sequence[str]) -> str:
     if misnamed := [path for path in paths if path.lower().endswith(".tar")]:
         reasons.append(f"{_show_left_out(misnamed, 'other tar')} because the names of shards end in .tar; rename them")
     if compressed := [path for path in paths if path not in misnamed]:
-        folder, name = os.path.split(compressed[0])
-        ending = name.lower().rpartition(".")[2]
-        pattern = f"{folder or '…'}/*{name[name.lower().rindex('.t') :]}"
-        is_zstd = ending == "zst"  # streams decompress the others themselves
-        remedy = "'pipe:zstd -dc PATH', for each of them" if is_zstd else f"tc.ResumablePipeline({pattern!r})"
-        remedy = f"unpack them with `{_UNPACKERS[ending]}`, or read them as a stream: {remedy}"
-        reasons.append(
-            f"{_show_left_out(compressed, 'compressed tar')} because only plain tars can be opened; {remedy}"
-        )
+        folder = os.path.dirname(compressed[0]) or "…"
+        remedies = [
+            unpack_remedy(_COMPRESSIONS[ending.lower().rpartition(".")[2]], f"*{ending}", repr(f"{folder}/*{ending}"))
+            for ending in dict.fromkeys(path[path.lower().rindex(".t") - len(path.lower()) :] for path in compressed)
+        ]
+        problem = f"{_show_left_out(compressed, 'compressed tar')} because only plain tars can be opened"
+        reasons.append("; ".join([problem, *remedies]))
     return "; ".join(reasons)
 
 

@@ -59,6 +59,7 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
 }
+_UNPACKERS = {"gzip": "gunzip", "bzip2": "bunzip2", "xz": "unxz", "zstd": "unzstd", "lz4": "unlz4"}
 _AGAIN, _IMPORT = (
     "download the shard again",
     "`tensorcache import` (tc.import_cache) makes shards of a folder of such files",
@@ -73,6 +74,10 @@ _OTHER_FILES = {
         rb".{6}\0\0\{": ("a .safetensors file", _IMPORT),
         rb"PK\x03\x04": ("a zip, as .npz, .pt and .zip files are", _IMPORT),
         rb"\x93NUMPY": ("a .npy file", _IMPORT),
+        rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP": (
+            "a picture, as .png, .jpg, .gif and .webp files are",
+            "check the path",
+        ),
         rb"\s*[{\[]": ("JSON", "pass a shard, or the folder of the shards"),
     }.items()
 }
@@ -176,11 +181,19 @@ def _refuse_other_file(head: bytes) -> None:
     # Call this only if the bytes are not a header: the first member of a tar may have the name `BZh9.json`.
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
-            remedy = f"decompress it, or read it as a stream of 'pipe:{name} -dc PATH'"
-            raise _error(f"{name}: a compressed tar cannot be indexed; {remedy}", 0, "compressed")
+            raise _error(
+                f"{name}: a compressed tar cannot be indexed; {unpack_remedy(name, 'it', 'PATH')}", 0, "compressed"
+            )
     for matches, (kind, remedy) in _OTHER_FILES.items():
         if matches(head):
             raise _error(f"the file is not a tar, but seems to be {kind}; {remedy}", 0, "checksum")
+
+
+def unpack_remedy(compression: str, tars: str, source: str) -> str:
+    """Return what to do with compressed tars; `source` is their path or pattern in a Python call."""
+    # streams expand what Python's own modules can expand
+    source = source if compression in ("gzip", "bzip2", "xz") else f"['pipe:{compression} -dc PATH', …]"
+    return f"unpack {tars} with `{_UNPACKERS[compression]}`, or read {tars} as a stream: tc.ResumablePipeline({source})"
 
 
 def _error(problem: str, offset: int, kind: Kind) -> TarFormatError:

@@ -134,6 +134,8 @@
     $("notes").append(...report.notes.map((note) => make("p", { class: "notice" }, note)));
     const none = (tag) => make(tag, { class: "empty" }, "none");
     $("structure").append(report.structure ? tree(report.structure, 0) : none("p"));
+    if (report.structure?.num_samples < report.num_samples)
+      $("structure").append(hint(`Counts are those of ${counted(report.structure.num_samples, "sample")}.`));
     $("fingerprint").append(...(report.fingerprint.length ? report.fingerprint.flatMap(pair) : [none("dd")]));
     const shards = report.shards.map(([label, count, samples]) => ({
       label,

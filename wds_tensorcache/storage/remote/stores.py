@@ -165,7 +165,8 @@ class StoreClient:
             if _NO_BUCKET(text):
                 return request.missing_bucket_error(self._bucket)
             # the answer to a HEAD has no code
-            return request.missing_error("object" if _CODE.search(text) else f"object, or no bucket {self._bucket!r}")
+            names = f"no bucket {self._bucket!r}; check both names, and the endpoint, region or account"
+            return request.missing_error("object" if _CODE.search(text) else f"object, or {names}")
         if name in ("NotSupportedError", "NotImplementedError"):
             return request.error(NO_CONDITIONS, 501)
         check = f"check {_SETTINGS[self.scheme]}"
