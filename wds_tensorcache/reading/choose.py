@@ -67,7 +67,7 @@ class Group:
         names: Names in the batch.
         patterns: For each name, the names or patterns of its alternatives in a sample.
         prefix: Prefix of these names in the joined cache to which the samples belong; empty without a joined cache.
-        weights: Weight of each pattern of a name, in [0, 1]; None if each alternative has the same probability.
+        weights: Weight of each pattern of a name; None if each alternative has the same probability.
     """
 
     names: tuple[str, ...]
@@ -263,7 +263,6 @@ def _parse_group(name: Any, wanted: Any) -> Group:
 
 
 def _parse_weights(name: Any, wanted: Mapping[Any, Any]) -> tuple[float, ...]:
-    """Return the weights of alternatives, divided by the largest one, so that no sum of them overflows."""
     weights: list[float] = []
     for alternative, weight in wanted.items():
         number = math.nan
@@ -274,20 +273,23 @@ def _parse_weights(name: Any, wanted: Mapping[Any, Any]) -> tuple[float, ...]:
             problem = f"choose={{{name!r:.100}: …}}: the weight of {alternative!r:.100} is {weight!r:.100}"
             raise ValueError(f"{problem}; expected a finite number of at least 0, such as 2 or 0.5")
         weights.append(number)
-    largest = max(weights)
-    if not largest:
+    if not any(weights):
         raise ValueError(f"choose={{{name!r:.100}: …}}: all weights are 0; give an alternative a larger weight")
-    return tuple(weight / largest for weight in weights)
+    return tuple(weights)
 
 
 @lru_cache(maxsize=1024)
 def _edges(weights: tuple[float, ...], matches: tuple[_Match, ...]) -> _Edges | None:
     """Return the edges of alternatives; None if all their weights are 0."""
-    totals = [sum(weights[number] for number, _ in match) for match in matches]
-    if len(set(totals)) == 1 and totals[0]:
+    largest = max(weights[number] for match in matches for number, _ in match)
+    if not largest:
+        return None
+    # relative to the largest, so that no sum overflows, and no sample has only weights that round to 0
+    totals = [sum(weights[number] / largest for number, _ in match) for match in matches]
+    if len(set(totals)) == 1:
         return ()
     *ends, total = accumulate(totals)
-    return (*(end / total for end in ends), 1.0) if total else None
+    return (*(end / total for end in ends), 1.0)
 
 
 def _expand(patterns: Sequence[str], names: Collection[str]) -> dict[_Match, str]:
