@@ -584,3 +584,13 @@ def test_a_misspelled_alternative(tmp_path: Path) -> None:
             ):
                 with pytest.raises(tc.BatchError, match="no sample has a tensor '(flp|no.*)'; there are .*flip"):
                     use()
+
+
+def test_members_are_no_alternatives(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%06d.tar") as sink:
+        sink.write("000", {"x": torch.zeros(2)}, txt=b"a")
+    message = r"unknown tensor 'txt'; there are 'x'; 'txt' is a member, which a transform reads: info\.cache\.read_"
+    with tc.open(tmp_path) as cache:
+        for wanted in (cache, tc.join([cache])):
+            with pytest.raises(tc.BatchError, match=message):
+                tc.Loader(wanted, choose={"c": "txt"})

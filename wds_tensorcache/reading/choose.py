@@ -188,8 +188,11 @@ class Alternatives:
                 cache.select(patterns)  # a SharedDataset may not know all names
             except KeyError as exc:
                 if not len(cache) or not _has_values(cache._sample(0), patterns):
-                    values = f"; the first sample has {list_names(cache._sample(0))}" if len(cache) else ""
-                    raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}{values}") from exc
+                    hint = f"; the first sample has {list_names(cache._sample(0))}" if len(cache) else ""
+                    for member in filter(cache.members.__contains__, patterns):
+                        remedy = f"which a transform reads: info.cache.read_members(info.indices, {member!r:.100})"
+                        hint = f"; {member!r:.100} is a member, {remedy}"
+                    raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}{hint}") from exc
         for name in names:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
                 raise _other_tensor(name)
