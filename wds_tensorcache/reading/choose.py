@@ -25,7 +25,7 @@ from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.reference import component, join_path
+from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import SEQUENCES, Path, Wanted, flatten, project
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
@@ -454,7 +454,7 @@ class ChosenRequest(Request):
         base: The request for whole samples.
         alternatives, chooser: Alternatives to choose from, and the function that chooses.
         picked: Layouts of the samples, with the chosen tensors.
-        first: By group with values, the alternatives of each sample, for the first name of the group that has any.
+        firsts: By group with values, the alternatives of each sample, for the first name of the group that has any.
         choices: By group, the choice of each sample, int64 `[B]`. Groups without tensors are missing until `values` is called.
         of_values: Name, group and patterns of alternatives that are not tensors.
         known_values: Result of `values`; empty until it is called.
@@ -465,7 +465,7 @@ class ChosenRequest(Request):
     alternatives: Alternatives
     chooser: Chooser
     picked: Layouts
-    first: dict[Group, list[dict[_Match, str]]]
+    firsts: dict[Group, list[dict[_Match, str]]]
     choices: dict[Group, Array]
     of_values: Sequence[tuple[str, Group, tuple[str, ...]]]
     known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
@@ -487,27 +487,26 @@ class ChosenRequest(Request):
         self.structures.note_values()
         decoded, chosen = self.decoded, dict[str, list[tuple[str, Any]]]()
         for name, group, patterns in self.of_values:
-            expand, rows = lru_cache(partial(_expand, patterns)), list[Any]()
-            find = partial(_values, patterns=patterns, expand=expand)
+            find, expand, rows = partial(_values, patterns=patterns), lru_cache(partial(_expand, patterns)), list[Any]()
             if not samples:
                 with suppress(BatchError, NewNames):  # no structure is that of all samples, or there is no list
                     decoded = decoded or Decoded(self, self.picked)
                     rows = decoded.find(find)
             rows = rows or list(map(find, samples or self.rows.samples()))
-            found = [expand(tuple(alternative for alternative, _ in row)) for row in rows]
-            for i, (own, first) in enumerate(zip(found, self.first.setdefault(group, found), strict=True)):
+            found = [expand(tuple(row)) for row in rows]
+            firsts = self.firsts.setdefault(group, found)
+            for i, (own, first) in enumerate(zip(found, firsts, strict=True)):
                 if not own:
                     rest = self.structures.selected(self.structures.whole(self.rows.sample(i)))
                     raise _lacks_all(self.key(i), name, patterns, rest if isinstance(rest, dict) else ())
-                if own is not first:
+                if len(group.names) > 1 and own is not first:
                     _check_pairs(self.key(i), group, first, own)
-                    pairs = dict(zip(own, rows[i], strict=True))
-                    rows[i] = [pairs[match] for match in first]
             if group not in self.choices:
                 edges = partial(group.edges, found, range(len(found)), self.key)
                 self.choices[group] = self.chooser(group, np.array(list(map(len, found))), edges)
-            choices = self.choices[group].tolist()
-            chosen[name] = [row[choice] for row, choice in zip(rows, choices, strict=True)]
+            picks = zip(found, firsts, self.choices[group].tolist(), strict=True)
+            names = [own[list(first)[choice]] for own, first, choice in picks]
+            chosen[name] = [(alternative, row[alternative]) for alternative, row in zip(names, rows, strict=True)]
         self.known_values.update(chosen)  # at once, for other threads
         return self.known_values
 
@@ -583,7 +582,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
             alternatives.check_patterns(list(whole_schema(request.store)))
         rest = _Rest(request.structures, alternatives)
         keep_known(request.structures.views, alternatives, rest)
-    contents = list(map(rest.contents, stored.items))
+    contents = [rest.contents(layout, partial(stored.key, at)) for at, layout in enumerate(stored.items)]
     available = [matches for matches, _ in contents]
     has_any = {name for matches in available for name, names in matches.items() if names}
     of_values, tensors = list[Any](), list[tuple[str, Group]]()
@@ -624,13 +623,11 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
 def _find_first(
     stored: Layouts, at: int, group: Group, available: Mapping[str, dict[_Match, str]]
 ) -> dict[_Match, str]:
-    """Return the alternatives of the first name that has any, after checking the other names of the group."""
-    first, *others = [available[name] for name in group.names if available[name]] or [{}]
-    if not first:
-        raise _lacks_all(stored.key(at), group.names[0], group.patterns[0], stored.items[at].named)
-    for other in others:
-        _check_pairs(stored.key(at), group, first, other)
-    return first
+    """Return the alternatives of the first name that has any."""
+    for name in group.names:
+        if available[name]:
+            return available[name]
+    raise _lacks_all(stored.key(at), group.names[0], group.patterns[0], stored.items[at].named)
 
 
 def _check_pairs(key: str, group: Group, first: dict[_Match, str], other: dict[_Match, str]) -> None:
@@ -666,11 +663,11 @@ class _Rest(Structures):
         # the value refers to the form whose id is in the key, so the id is not reused
         self._contents: dict[Any, tuple[Form, _Contents]] = {}
 
-    def contents(self, layout: Layout) -> _Contents:
+    def contents(self, layout: Layout, sample_key: Callable[[], str]) -> _Contents:
         """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.
 
         Raises:
-            BatchError: Another tensor has the name of a chosen tensor.
+            BatchError: Another tensor has the name of a chosen tensor, or names that are chosen together cannot be paired.
         """
         key = id(layout.form), layout.texts, layout.further
         kept = self._contents.get(key)
@@ -680,6 +677,10 @@ class _Rest(Structures):
             others = {name for name in names if not covers(name)}
             for name in others & alternatives.keys():
                 raise _other_tensor(name)
+            for group in self._alternatives.groups:
+                first, *rest = [alternatives[name] for name in group.names if alternatives[name]] or [{}]
+                for other in rest:
+                    _check_pairs(sample_key(), group, first, other)
             kept = layout.form, (alternatives, others)
             keep_known(self._contents, key, kept)
         return kept[1]
@@ -705,46 +706,47 @@ _Contents: TypeAlias = "tuple[dict[str, dict[_Match, str]], set[str]]"
 # --- values ---
 
 
-def _items(container: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the component of the name, and the item, for each item of a container; nothing for any other value."""
+def _find(sample: Any, pattern: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield container, key or index, and name of each item that matches a pattern with wildcards in its last component only."""
+    *path, last = pattern.split(".")
+    for part in path:
+        keys = _keys(sample)
+        sample = sample[keys[part]] if part in keys else None
+    keys = _keys(sample)
+    for part in [last] if last in keys else fnmatch.filter(keys, last):
+        yield sample, keys[part], ".".join((*path, part))
+
+
+def _keys(container: Any) -> dict[str, Any]:
+    """Return the keys or indices of a container, by their components in names; {} for any other value."""
     if isinstance(container, dict):
-        return ((component(key, at), item) for at, (key, item) in enumerate(container.items()))
-    return ((str(at), item) for at, item in enumerate(container if isinstance(container, SEQUENCES) else ()))
-
-
-def _value_at(sample: Any, path: str) -> Any:
-    for part in path.split(".") if path else ():
-        sample = dict(_items(sample)).get(part)
-    return sample
+        return {component(key, at): key for at, key in enumerate(container)}
+    return {str(at): at for at in range(len(container))} if isinstance(container, SEQUENCES) else {}
 
 
 def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any]]:
     """Yield dict and key for each value that may be an alternative, and for each container of alternatives."""
     for pattern in patterns:
-        path, _, last = pattern.removesuffix(".*").rpartition(".")
-        place, is_container = _value_at(sample, path), pattern.endswith(".*")
-        for at, key in enumerate(list(place) if type(place) is dict else ()):
-            part = component(key, at)
-            if (part == last or fnmatch.fnmatchcase(part, last)) and (is_container or type(place[key]) is not dict):
+        for place, key, _ in list(_find(sample, pattern.removesuffix(".*"))):
+            if type(place) is dict and (pattern.endswith(".*") or type(place[key]) is not dict):
                 yield place, key
+
+
+def _values(sample: Any, patterns: Sequence[str]) -> dict[str, Any]:
+    """Return a sample's alternatives by name, without None and tensors, in any order."""
+    values: dict[str, Any] = {}
+    for pattern in patterns:
+        is_list = pattern.endswith(".*")
+        for place, key in _places(sample, [pattern]) if is_list else ():
+            if place[key] is not None and not isinstance(place[key], (dict, *SEQUENCES)):
+                problem = f"a {type(place[key]).__name__} at {pattern.removesuffix('.*')!r}"
+                raise BatchError(f"a sample has {problem}, expected a list of alternatives")
+        for place, key, name in _find(sample, pattern):
+            item = place[key]
+            if item is not None and not is_tensor(item) and (is_list or type(item) is not dict):
+                values[name] = item
+    return values
 
 
 def _has_values(sample: Any, patterns: Sequence[str]) -> bool:
     return any(_places(sample, patterns)) or bool(_values(sample, patterns))
-
-
-def _values(
-    sample: Any, patterns: Sequence[str], expand: Callable[[tuple[str, ...]], dict[_Match, str]] | None = None
-) -> list[tuple[str, Any]]:
-    """Return names and values of a sample's alternatives, without None and tensors, in the order of `_expand`."""
-    values: dict[str, Any] = {}
-    for pattern in patterns:
-        path, _, last = pattern.rpartition(".")
-        place = _value_at(sample, path)
-        if path and last == "*" and place is not None and not isinstance(place, (dict, *SEQUENCES)):
-            raise BatchError(f"a sample has a {type(place).__name__} at {path!r}, expected a list of alternatives")
-        for part, item in _items(place):
-            if item is not None and not is_tensor(item) and (last == "*" or type(item) is not dict):
-                values[join_path(path, part)] = item
-    found = (expand or partial(_expand, patterns))(tuple(values))
-    return [(name, values[name]) for name in found.values()]
