@@ -311,8 +311,9 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
         "generator": "pass seed=",
         "collate_fn": "pass collate=",
     }.items():
-        with pytest.raises(TypeError, match=f"^torch_loader has no argument '{name}': .*{remedy}"):
-            tc.torch_loader(cache, 2, **{name: None})
+        for loader in (tc.Loader, tc.torch_loader):
+            with pytest.raises(TypeError, match=f"^{loader.__name__} has no argument '{name}': .*{remedy}"):
+                loader(cache, 2, **{name: None})
     with pytest.raises(TypeError, match=r"^epoch=1.5, expected an integer"):
         tc.Loader(cache, 2).set_epoch(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^bounds=64, expected ascending lengths"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from wds_tensorcache.errors import list_names
@@ -27,16 +27,21 @@ def as_int(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r:.100}, expected an integer") from None
 
 
-def check_options(call: Callable[..., Any], passed: Iterable[str], accepted: Iterable[str]) -> None:
+def check_options(
+    call: Callable[..., Any], passed: Iterable[str], accepted: Iterable[str], remedies: Mapping[str, str] | None = None
+) -> None:
     """Raise TypeError if `call` got an unknown option.
 
     Args:
         call: Class or function that the user called.
         passed: Names of the options in its `**options`.
         accepted: Names of the options that it accepts there.
+        remedies: What to do in place of passing an option that other libraries have, by its name.
     """
     accepted = list(accepted)
     for name in passed:
+        if remedies is not None and name in remedies:
+            raise TypeError(f"{call.__name__} has no argument {name!r}: {remedies[name]}")
         if name not in accepted:
             parameters = inspect.signature(call).parameters.values()
             names = [parameter.name for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]

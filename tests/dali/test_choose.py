@@ -99,3 +99,24 @@ def test_tensors_in_two_places(tmp_path: Path) -> None:
 
             rows = [row for batch in TensorCacheIterator(pipeline(pipe, batch_size=4)) for row in batch["y"].tolist()]
             assert rows == [[float(i if i % 2 else -i)] * 3 for i in range(8)]
+
+
+def test_tensors_that_are_chosen_together(tmp_path: Path) -> None:
+    """Tensors are paired by name: a list with a dict in any order."""
+    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
+        for i in range(8):
+            texts = [torch.tensor([i, n]) for n in range(12)]
+            masks = {str(n): torch.tensor([-i, -n]) for n in ([11, 2, 0, 10, 1, *range(3, 10)] if i % 2 else range(12))}
+            sink.write(f"{i}", {"texts": texts, "masks": masks, "other": dict(zip("abcdefghijkl", texts, strict=True))})
+    choose: Any = {("text", "mask"): {("texts.0", "masks.0"): 2, ("texts.*", "masks.*"): 1}}
+    with tc.open(tmp_path) as cache:
+        options: Any = {"batch_size": 4, "shuffle": True, "seed": 5}
+        source = TensorCacheSource(cache, ["text", "mask"], choose=choose, **options)
+        loader = tc.Loader(cache, choose=choose, **options)
+        for iteration, (batch, info) in enumerate(loader.with_info()):
+            text, mask, _ = source.batch(0, iteration)
+            assert (text.tolist(), mask.tolist()) == (batch["text"].tolist(), (-batch["text"]).tolist())
+            assert info.choices.chosen("mask") == [f"masks.{n}" for n in text[:, 1].tolist()]
+        source = TensorCacheSource(cache, choose={("text", "mask"): ("texts.*", "other.*")}, **options)
+        with pytest.raises(tc.BatchError, match="sample '[0-7]': 'text', 'mask' are chosen together, but"):
+            source.batch(0, 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import pickle
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -418,10 +420,136 @@ def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
         samples = cache.read_batch([1, 2], choose=TOGETHER, choices={"text": [2, 3]}, collate=list)
         assert [sample["caption"] for sample in samples] == ["1 2", "2 3"] == [sample["tag"] for sample in samples]
         assert [sample["text"].tolist() for sample in samples] == [[1, 2], [2, 3]]
-    with pytest.raises(tc.BatchError, match="sample '000' has 2 of 'x', 2 of 'text'|'001' has 2 of 'x', 3 of 'text'"):
+    message = (
+        "sample '001': 'text', 'x' are chosen together, but the alternatives 'texts.2', 'texts.0', 'texts.1' and 'more.0', "
+        r"'more.1' cannot be paired by name: .* or list the pairs: \[\("
+    )
+    with pytest.raises(tc.BatchError, match=message):
         paired.read_batch([1], choose={("text", "x"): ("texts.*", "more.*")})["x"].tolist()
-    with pytest.raises(tc.BatchError, match="3 of 'x', 2 of 'y'"):
-        paired.read_batch([1], choose={("x", "y"): [("texts.*", "texts.0"), ("texts.2", "texts.1")]})
+    for wrong in (
+        [("texts.*", "texts.0"), ("texts.2", "texts.1")],
+        [("texts.0", "texts.1"), ("texts.1", "texts.2"), ("texts.0", "texts.2")],  # texts.0 has two partners
+    ):
+        with pytest.raises(
+            tc.BatchError, match="sample '001': 'x', 'y' are chosen together, .* cannot be paired by name"
+        ):
+            paired.read_batch([1], choose={("x", "y"): wrong})
+
+
+ESCAPED = {"x.y": "x%2Ey"}
+NAMES = ["texts", "captions"]
+KEYS = ["1", "2", "9", "10", "13", "31", "a", "é", "b c", "x.y"]
+
+
+def natural(key: str) -> tuple[bool, int, str]:
+    return (not key.isdecimal(), int(key) if key.isdecimal() else 0, key)
+
+
+@pytest.mark.parametrize("kind", ["value", "tensor"])
+def test_names_that_are_chosen_together_are_paired_by_name(kind: str, tmp_path: Path) -> None:
+    """Dicts have any order of keys, and lists more than ten items. The model pairs keys; tensors and captions contain them."""
+    random = Random(f"pairs {kind}")
+
+    def container(keys: list[str], is_list: bool, make: Any) -> Any:
+        if is_list:
+            return [make(str(n)) for n in range(len(keys))]
+        return {key: make(key) for key in random.sample(keys, len(keys))}
+
+    def text(i: int, key: str) -> torch.Tensor:
+        return torch.tensor([i, *map(ord, key)])
+
+    for case in range(30):
+        are_lists = case % 3 == 0, case % 4 == 0
+        keys = random.sample(KEYS, random.randint(2, len(KEYS)))
+        if any(are_lists):
+            keys = [str(n) for n in range(random.randint(2, 14))]
+        make = (lambda i, key: f"{i} {key}") if kind == "value" else text
+        samples = [
+            {
+                name: container(keys, is_list, partial(of, i))
+                for name, is_list, of in zip(NAMES, are_lists, (text, make), strict=True)
+            }
+            for i in range(5)
+        ]
+        ordered, first = sorted(keys, key=natural), random.choice(keys)
+        wanted = [["*"], [first, "*"], random.sample(keys, len(keys)), [first, "[!0-9]*", "[0-9]*"], [first, "[13]"]][
+            case % 5
+        ]
+        matches = [[key] if key in keys else fnmatch.filter(ordered, key) for key in wanted]
+        expected = list(dict.fromkeys(key for names in matches for key in names))
+        rows = [
+            tuple(f"in.{name}.{ESCAPED.get(key, key)}" for name in NAMES)
+            for key, n in zip(wanted, matches, strict=True)
+            if n
+        ]
+        weighted = {row: random.randint(1, 3) for row in rows}
+        folder = write(tmp_path / f"{case}", [{"in": sample, "id": 0} for sample in samples], max_samples=2)
+        with tc.open(folder) as cache:
+            check_pairs(
+                random.choice([cache, tc.join([cache])]),
+                {("text", "new.caption"): random.choice([rows, weighted])},
+                expected,
+            )
+
+
+def check_pairs(cache: Any, choose: Any, expected: list[str]) -> None:
+    def shown(values: Any) -> list[str]:
+        texts = [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+        return [text if isinstance(text, str) else f"{abs(text[0])} {''.join(map(chr, text[1:]))}" for text in texts]
+
+    for at, key in enumerate(expected):
+        options: Any = {"choose": choose, "choices": {"text": [at] * 2}}
+        batch, info = cache.read_batch_with_info([3, 1], collate="list", **options)
+        assert shown(batch["text"]) == [f"3 {key}", f"1 {key}"] == shown(batch["new"]["caption"])
+        assert info.choices.chosen("text") == [f"in.texts.{ESCAPED.get(key, key)}"] * 2
+        assert info.choices.chosen("new.caption") == [f"in.captions.{ESCAPED.get(key, key)}"] * 2
+        samples = cache.read_batch([3, 1], collate=list, **options)
+        assert [shown([sample["text"], sample["new"]["caption"]]) for sample in samples] == [
+            [f"{i} {key}"] * 2 for i in (3, 1)
+        ]
+    loader = tc.Loader(cache, 2, shuffle=True, seed=1, choose=choose, collate="list", num_threads=0)
+    steps = []
+    for batch in loader:
+        assert shown(batch["text"]) == shown(batch["new"]["caption"])
+        steps.append((shown(batch["text"]), loader.state_dict()))
+    resumed = tc.Loader(cache, 2, shuffle=True, seed=1, choose=choose, collate="list", num_threads=0)
+    resumed.load_state_dict(steps[0][1])
+    assert [shown(batch["new"]["caption"]) for batch in resumed] == [texts for texts, _ in steps[1:]]
+
+
+def test_other_names_are_not_paired(tmp_path: Path) -> None:
+    """Equal counts do not help. The names of keys that are neither text nor ints depend on their order."""
+
+    def tensors(keys: Any) -> dict[Any, Any]:
+        return {key: torch.tensor(n) for n, key in enumerate(keys)}
+
+    cases: list[Any] = [
+        (tensors("ab"), {"a": "0", "c": "1"}, "'texts.b', 'texts.a' and 'captions.c', 'captions.a'"),
+        (tensors("ab"), tensors("ac"), "'texts.b', 'texts.a' and 'captions.c', 'captions.a'"),
+        ([*tensors("ab").values()], {"a": "0", "b": "1"}, "'texts.0', 'texts.1' and 'captions.a', 'captions.b'"),
+        ([*tensors("ab").values()], [None, "0", "1"], "'texts.0', 'texts.1' and 'captions.2', 'captions.1'"),
+        (tensors([0.5, 1.5]), {1.5: "1", 0.5: "0"}, "'texts.@0', 'texts.@1' and 'captions.@0', 'captions.@1'"),
+    ]
+    for number, (texts, captions, names) in enumerate(cases):
+        folder = write(tmp_path / f"{number}", [{"texts": texts, "captions": captions}])
+        with (
+            tc.open(folder) as cache,
+            pytest.raises(tc.BatchError, match=f"sample '000': .*alternatives {names} cannot be paired"),
+        ):
+            cache.read_batch([0], choose={("text", "caption"): ("texts.*", "captions.*")})["caption"].tolist()
+
+
+def test_items_of_lists_of_strings(strings: str) -> None:
+    """A list stays in the batch unless all of it is alternatives."""
+    with tc.open(strings) as cache:
+        for wanted in (["captions.1", "captions.0"], ["captions.[12]", "captions.0"]):
+            options: Any = {"choose": {"caption": wanted}, "choices": {"caption": [1, 0]}}
+            batch, info = cache.read_batch_with_info([1, 1], **options)
+            assert batch["caption"] == ["c1.0", "c1.1"]
+            assert info.choices.chosen("caption") == ["captions.0", "captions.1"]
+            assert batch["captions"] == [["c1.0", "c1.1"]] * 2
+        batch = cache.read_batch([4], choose={"tag": "tags.[ab]"}, choices={"tag": [1]})
+        assert batch["tag"] == [-4]
 
 
 def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwarn: pytest.WarningsRecorder) -> None:
@@ -456,3 +584,13 @@ def test_a_misspelled_alternative(tmp_path: Path) -> None:
             ):
                 with pytest.raises(tc.BatchError, match="no sample has a tensor '(flp|no.*)'; there are .*flip"):
                     use()
+
+
+def test_members_are_no_alternatives(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "%06d.tar") as sink:
+        sink.write("000", {"x": torch.zeros(2)}, txt=b"a")
+    message = r"unknown tensor 'txt'; there are 'x'; 'txt' is a member, which a transform reads: info\.cache\.read_"
+    with tc.open(tmp_path) as cache:
+        for wanted in (cache, tc.join([cache])):
+            with pytest.raises(tc.BatchError, match=message):
+                tc.Loader(wanted, choose={"c": "txt"})

@@ -177,6 +177,17 @@ def test_wrong_alternatives(cache: Any, tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("tiny", [5e-324, 1e-320, 1e-30])
+def test_a_tiny_weight_is_not_0(tiny: float, tmp_path: Path) -> None:
+    samples = [{"a": torch.zeros(1), "b": torch.ones(1), "c": None if i else torch.ones(1)} for i in range(200)]
+    with tc.open(write(tmp_path, samples, max_samples=200)) as opened:
+        (choices,) = choices_of(opened, {"text": {"a": 3 * tiny, "b": tiny, "c": 1e300}}, num_epochs=1, batch_size=200)
+        names = choices.chosen("text")
+        assert names[0] == "c"
+        assert 100 < names.count("a") < 190
+        assert names.count("a") + names.count("b") == 199
+
+
 ZERO = "sample '001' has only alternatives of 'text' with weight 0: 'b'; give one of them a larger weight"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.same import assert_same
@@ -109,6 +110,8 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
         ({"shuffle": "yes"}, "expected True, False or 'blocks'"),
         ({"cache": folder}, "open it with tc.open"),
+        ({"cache": tc.ResumablePipeline(folder)}, "pass a stream to torch's DataLoader, with batch_size=None if"),
+        ({"cache": wds.DataPipeline()}, "DataPipeline object at .* pass a stream to torch's DataLoader"),
         ({"cache": cache[:0]}, "the cache has no samples"),
         ({"batch_size": 24, "last_batch": "drop"}, "23 samples do not fill one step of 24 on 1 ranks"),
         ({"rank": 1}, "both or neither"),

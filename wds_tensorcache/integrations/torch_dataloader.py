@@ -18,7 +18,7 @@ from wds_tensorcache.reading.choose import Choose
 from wds_tensorcache.reading.collate import collate_for
 from wds_tensorcache.storage.urls import WRITABLE
 from wds_tensorcache.training.loader import BaseLoader, Read
-from wds_tensorcache.training.options import StepOptions
+from wds_tensorcache.training.options import REMEDIES, StepOptions
 from wds_tensorcache.training.plan import Step
 from wds_tensorcache.training.sampler import StepSampler, show_step_options
 from wds_tensorcache.training.stats import LoaderStats
@@ -26,19 +26,6 @@ from wds_tensorcache.training.step_reader import Transform, apply_transforms, as
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-_SAMPLER = (
-    "its own sampler keeps the state; choose samples by weights=, mix=, bucket_by=, shuffle= or a view of the cache, such "
-    "as cache.filter(…)"
-)
-_INSTEAD = {
-    "sampler": _SAMPLER,
-    "batch_sampler": f"{_SAMPLER}, and pass batch_size=",
-    "drop_last": "pass last_batch='drop' in place of drop_last=True",
-    "generator": "pass seed=",
-    "collate_fn": "pass collate=, a function of a list of samples or a way such as 'pad'",
-}  # by argument of torch's DataLoader
 
 
 class StepDataset(Dataset[Any]):
@@ -135,9 +122,7 @@ def torch_loader(
         ValueError: Arguments are mutually exclusive, or out of range.
         TypeError: An option is unknown.
     """
-    for name in _INSTEAD.keys() & steps.keys():
-        raise TypeError(f"torch_loader has no argument {name!r}: {_INSTEAD[name]}")
-    check_options(torch_loader, steps, StepOptions.__annotations__)
+    check_options(torch_loader, steps, StepOptions.__annotations__, REMEDIES)
     if num_workers == 0 and timeout > 0:
         raise ValueError(f"timeout={timeout} applies only to worker processes, but num_workers=0; leave it out")
     if prefetch_factor is not None and num_workers > 0 and prefetch_factor < 1:

@@ -249,10 +249,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 alternatives. Only the chosen tensor is read, and appears in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`. Alternatives may be values,
                 for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
-                chosen together: `{("text", "caption"): ("texts.*", "captions.*")}`. In a joined cache, names that are chosen
-                together, and all their alternatives, must be in one of its caches. A loader chooses by weights if a dict has
-                them: `{"text": {"captions.0": 2, "captions.*": 1}}`. The weight of a pattern counts for each name that it
-                matches, and a name that occurs or matches several times has the sum of its weights, which are 1 in a list.
+                chosen together: `{("text", "caption"): ("texts.*", "captions.*")}` pairs `texts.a` and `captions.a`, by what
+                `*` matches. In a joined cache, names that are chosen together, and all their alternatives, must be in one of
+                its caches. A loader chooses by weights if a dict has them: `{"text": {"captions.0": 2, "captions.*": 1}}`. The
+                weight of a pattern counts for each name that it matches, and a name that occurs or matches several times has
+                the sum of its weights, which are 1 in a list.
             choices: Index of the chosen alternative among the alternatives of each sample, integers `[B]`, by name in `choose`;
                 0 by default.
 

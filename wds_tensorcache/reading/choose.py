@@ -9,23 +9,24 @@ from __future__ import annotations
 import fnmatch
 import glob
 import math
+import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from numbers import Real
 from typing import Any, TypeAlias
-from urllib.parse import unquote
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
-from wds_tensorcache.codec.tree import Path, Wanted, flatten, project
+from wds_tensorcache.codec.reference import component
+from wds_tensorcache.codec.tree import SEQUENCES, Path, Wanted, flatten, project
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
@@ -44,6 +45,11 @@ Choose: TypeAlias = "Mapping[Any, Any]"
 Chooser: TypeAlias = "Callable[[Group, Array, Callable[[], list[_Edges]]], Array]"
 # For each alternative of a sample, the end of its part of [0, 1); () if all parts have the same length.
 _Edges: TypeAlias = "tuple[float, ...]"
+# Number of each pattern that matches an alternative, with the parts of its name that wildcards match. It pairs names that are
+# chosen together.
+_Match: TypeAlias = "tuple[tuple[int, tuple[str, ...]], ...]"
+_WILDCARD = re.compile(r"\*|\?|\[!?\]?[^\]]*\]")
+_POSITIONAL = re.compile(r"(^|\.)@\d+(\.|$)|~\d+$")  # a part of a name that depends on the order of the keys in a dict
 _NUM_EXAMINED = 8  # samples in which the numbers of alternatives are compared
 _EXPECTED = (
     "lists of tensor names, or of patterns, by name: {'latent': ['latent', 'latent_flipped'], 'text': 'captions.*'}, "
@@ -61,7 +67,7 @@ class Group:
         names: Names in the batch.
         patterns: For each name, the names or patterns of its alternatives in a sample.
         prefix: Prefix of these names in the joined cache to which the samples belong; empty without a joined cache.
-        weights: Weight of each pattern of a name, in [0, 1]; None if each alternative has the same probability.
+        weights: Weight of each pattern of a name; None if each alternative has the same probability.
     """
 
     names: tuple[str, ...]
@@ -92,21 +98,21 @@ class Group:
         return Group(names, tuple(patterns), self.prefix + prefix, self.weights)
 
     def edges(
-        self, distinct: Sequence[Mapping[str, Sequence[str]]], which: Iterable[int], key: Callable[[int], str]
+        self, distinct: Sequence[Mapping[_Match, str]], which: Iterable[int], key: Callable[[int], str]
     ) -> list[_Edges]:
         """Return the edges of each sample's alternatives.
 
         Args:
-            distinct: Names of a sample's alternatives, by name in the batch; the first name of the group that has any counts.
+            distinct: Alternatives of a sample, for a name in the batch that has any.
             which: Index into `distinct` of each sample.
             key: Function from an index into `distinct` to the key of a sample, for errors.
         """
         edges: list[_Edges] = []
         for at, alternatives in enumerate(distinct):
-            name, patterns = next(item for item in self.items if alternatives.get(item[0]))
-            parts = _edges(patterns, self.weights or (), tuple(alternatives[name]))
+            parts = _edges(self.weights or (), tuple(alternatives))
             if parts is None:
-                problem = f"has only alternatives of {name!r:.100} with weight 0: {list_names(alternatives[name])}"
+                names = list(alternatives.values())
+                problem = f"has only alternatives of {self.names[0]!r:.100} with weight 0: {list_names(names)}"
                 raise BatchError(f"sample {key(at)!r} {problem}; give one of them a larger weight")
             edges.append(parts)
         return [edges[at] for at in which]
@@ -115,7 +121,7 @@ class Group:
         """Return whether a cache has tensors among the alternatives, or values in its first sample."""
         patterns = [pattern for row in self.patterns for pattern in row]
         return bool(_expand(patterns, cache._batch_names())) or bool(
-            len(cache) and any(_find_values(cache._sample(0), patterns))
+            len(cache) and _has_values(cache._sample(0), patterns)
         )
 
 
@@ -181,9 +187,12 @@ class Alternatives:
             try:
                 cache.select(patterns)  # a SharedDataset may not know all names
             except KeyError as exc:
-                if not len(cache) or not any(_find_values(cache._sample(0), patterns)):
-                    values = f"; the first sample has {list_names(cache._sample(0))}" if len(cache) else ""
-                    raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}{values}") from exc
+                if not len(cache) or not _has_values(cache._sample(0), patterns):
+                    hint = f"; the first sample has {list_names(cache._sample(0))}" if len(cache) else ""
+                    for member in filter(cache.members.__contains__, patterns):
+                        remedy = f"which a transform reads: info.cache.read_members(info.indices, {member!r:.100})"
+                        hint = f"; {member!r:.100} is a member, {remedy}"
+                    raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}{hint}") from exc
         for name in names:
             if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
                 raise _other_tensor(name)
@@ -225,7 +234,7 @@ class Alternatives:
         """Return the properties of a batch's tensors, from the properties of the samples' tensors."""
         merged = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
         for name, patterns in self.patterns.items():
-            for alternative in _expand(patterns, list(schema)):
+            for alternative in _expand(patterns, list(schema)).values():
                 merged[name] = merge_schema(merged.get(name), replace(schema[alternative], name=name))
         return merged
 
@@ -234,7 +243,7 @@ class Alternatives:
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
             alternatives = _expand(patterns, list(sizes))
-            total += sum(sizes[name] for name in alternatives) // max(len(alternatives), 1)
+            total += sum(sizes[name] for name in alternatives.values()) // max(len(alternatives), 1)
         return total
 
 
@@ -257,7 +266,6 @@ def _parse_group(name: Any, wanted: Any) -> Group:
 
 
 def _parse_weights(name: Any, wanted: Mapping[Any, Any]) -> tuple[float, ...]:
-    """Return the weights of alternatives, divided by the largest one, so that no sum of them overflows."""
     weights: list[float] = []
     for alternative, weight in wanted.items():
         number = math.nan
@@ -268,36 +276,40 @@ def _parse_weights(name: Any, wanted: Mapping[Any, Any]) -> tuple[float, ...]:
             problem = f"choose={{{name!r:.100}: …}}: the weight of {alternative!r:.100} is {weight!r:.100}"
             raise ValueError(f"{problem}; expected a finite number of at least 0, such as 2 or 0.5")
         weights.append(number)
-    largest = max(weights)
-    if not largest:
+    if not any(weights):
         raise ValueError(f"choose={{{name!r:.100}: …}}: all weights are 0; give an alternative a larger weight")
-    return tuple(weight / largest for weight in weights)
+    return tuple(weights)
 
 
 @lru_cache(maxsize=1024)
-def _edges(patterns: tuple[str, ...], weights: tuple[float, ...], names: tuple[str, ...]) -> _Edges | None:
-    """Return the edges of alternatives with these names; None if all their weights are 0."""
-    totals, there = dict.fromkeys(names, 0.0), frozenset(names)
-    for pattern, weight in zip(patterns, weights, strict=True):
-        for name in [pattern] if pattern in there else fnmatch.filter(names, pattern):
-            totals[name] += weight
-    if len(set(totals.values())) == 1 and totals[names[0]]:
+def _edges(weights: tuple[float, ...], matches: tuple[_Match, ...]) -> _Edges | None:
+    """Return the edges of alternatives; None if all their weights are 0."""
+    largest = max(weights[number] for match in matches for number, _ in match)
+    if not largest:
+        return None
+    # relative to the largest, so that no sum overflows, and no sample has only weights that round to 0
+    totals = [sum(weights[number] / largest for number, _ in match) for match in matches]
+    if len(set(totals)) == 1:
         return ()
-    *ends, total = accumulate(totals.values())
-    return (*(end / total for end in ends), 1.0) if total else None
+    *ends, total = accumulate(totals)
+    return (*(end / total for end in ends), 1.0)
 
 
-def _expand(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the names that match patterns, each once, in the order of the patterns.
+def _expand(patterns: Sequence[str], names: Collection[str]) -> dict[_Match, str]:
+    """Return the names that match patterns, each once, in the order of the patterns, by what tells them apart.
 
     The names that match one pattern are in natural order: `captions.2` before `captions.10`.
     """
-    ordered = sorted(names, key=_natural)
-    matches = (
-        [pattern] if pattern in names else [name for name in ordered if fnmatch.fnmatchcase(name, pattern)]
-        for pattern in patterns
-    )
-    return list(dict.fromkeys(name for names in matches for name in names))
+    ordered, matches = sorted(names, key=_natural), dict[str, list[tuple[int, tuple[str, ...]]]]()
+    for number, pattern in enumerate(patterns):
+        if pattern in names:
+            matches.setdefault(pattern, []).append((number, ()))
+            continue
+        parse = re.compile("(.*?)".join(map(re.escape, _WILDCARD.split(pattern))), re.DOTALL).fullmatch
+        for name in ordered:
+            if fnmatch.fnmatchcase(name, pattern) and (parsed := parse(name)):
+                matches.setdefault(name, []).append((number, parsed.groups()))
+    return {tuple(match): name for name, match in matches.items()}
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
@@ -442,8 +454,8 @@ class ChosenRequest(Request):
         base: The request for whole samples.
         alternatives, chooser: Alternatives to choose from, and the function that chooses.
         picked: Layouts of the samples, with the chosen tensors.
-        counts, choices: By group, the number of alternatives of each sample, and its choice, int64 `[B]`. Groups without
-            tensors are missing until `values` is called.
+        firsts: By group with values, the alternatives of each sample, for the first name of the group that has any.
+        choices: By group, the choice of each sample, int64 `[B]`. Groups without tensors are missing until `values` is called.
         of_values: Name, group and patterns of alternatives that are not tensors.
         known_values: Result of `values`; empty until it is called.
         decoded: The values of the batch; None if it was not read.
@@ -453,7 +465,7 @@ class ChosenRequest(Request):
     alternatives: Alternatives
     chooser: Chooser
     picked: Layouts
-    counts: dict[Group, Array]
+    firsts: dict[Group, list[dict[_Match, str]]]
     choices: dict[Group, Array]
     of_values: Sequence[tuple[str, Group, tuple[str, ...]]]
     known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
@@ -468,33 +480,33 @@ class ChosenRequest(Request):
         `samples` contains the samples of `rows` if all were decoded before.
 
         Raises:
-            BatchError: A sample has none of the alternatives, or different numbers of alternatives that are chosen together.
+            BatchError: A sample has none of the alternatives, or names that are chosen together cannot be paired.
         """
         if not self.of_values or self.known_values:
             return self.known_values
         self.structures.note_values()
         decoded, chosen = self.decoded, dict[str, list[tuple[str, Any]]]()
         for name, group, patterns in self.of_values:
-            find, rows = partial(_values, patterns=patterns), []
+            find, expand, rows = partial(_values, patterns=patterns), lru_cache(partial(_expand, patterns)), list[Any]()
             if not samples:
                 with suppress(BatchError, NewNames):  # no structure is that of all samples, or there is no list
                     decoded = decoded or Decoded(self, self.picked)
                     rows = decoded.find(find)
             rows = rows or list(map(find, samples or self.rows.samples()))
-            counts = np.array(list(map(len, rows)))
-            others = self.counts.setdefault(group, counts)
-            for i in np.flatnonzero((counts == 0) | (counts != others))[:1].tolist():
-                if counts[i] == 0:
+            found = [expand(tuple(row)) for row in rows]
+            firsts = self.firsts.setdefault(group, found)
+            for i, (own, first) in enumerate(zip(found, firsts, strict=True)):
+                if not own:
                     rest = self.structures.selected(self.structures.whole(self.rows.sample(i)))
                     raise _lacks_all(self.key(i), name, patterns, rest if isinstance(rest, dict) else ())
-                raise _unequal(self.key(i), {name: counts[i], group.names[0]: others[i]})
+                if len(group.names) > 1 and own is not first:
+                    _check_pairs(self.key(i), group, first, own)
             if group not in self.choices:
-                named = [{name: [alternative for alternative, _ in row]} for row in rows] if group.weights else []
-                self.choices[group] = self.chooser(
-                    group, counts, partial(group.edges, named, range(len(named)), self.key)
-                )
-            choices = self.choices[group].tolist()
-            chosen[name] = [row[choice] for row, choice in zip(rows, choices, strict=True)]
+                edges = partial(group.edges, found, range(len(found)), self.key)
+                self.choices[group] = self.chooser(group, np.array(list(map(len, found))), edges)
+            picks = zip(found, firsts, self.choices[group].tolist(), strict=True)
+            names = [own[list(first)[choice]] for own, first, choice in picks]
+            chosen[name] = [(alternative, row[alternative]) for alternative, row in zip(names, rows, strict=True)]
         self.known_values.update(chosen)  # at once, for other threads
         return self.known_values
 
@@ -503,7 +515,7 @@ class ChosenRequest(Request):
 
     def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Decoded) -> None:
         request = replace(self, decoded=decoded)
-        are_there = all(any(_find_values(batch, patterns)) for *_, patterns in self.of_values)
+        are_there = all(any(_places(batch, patterns)) for *_, patterns in self.of_values)
         if not are_there or get_worker_info() is not None:
             request.values()  # an error during pickling of the batch would not reach the caller
         values = {name: Leaves(request, tuple(name.split("."))) for name, *_ in self.of_values}
@@ -521,7 +533,7 @@ class ChosenRequest(Request):
     def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         """Put chosen tensors and values into a batch or a sample, and remove the values that are alternatives."""
         for name in values:
-            for place, key, *_ in _find_values(batch, self.alternatives.patterns[name]):
+            for place, key in _places(batch, self.alternatives.patterns[name]):
                 del place[key]
         for name, chosen in (*tensors.items(), *values.items()):
             put(batch, name, chosen)
@@ -556,8 +568,8 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
     """Return a request that has only the chosen alternative of each group.
 
     Raises:
-        BatchError: A sample has none of the alternatives of a name, or different numbers of alternatives for names that are
-            chosen together. Or a pattern matches no tensor, or a name belongs to another tensor.
+        BatchError: A sample has none of the alternatives of a name, or names that are chosen together cannot be paired. Or a
+            pattern matches no tensor, or a name belongs to another tensor.
     """
     request.find_names()  # an old index may lack names of alternatives
     stored = layouts_of(request.rows)
@@ -570,27 +582,27 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
             alternatives.check_patterns(list(whole_schema(request.store)))
         rest = _Rest(request.structures, alternatives)
         keep_known(request.structures.views, alternatives, rest)
-    contents = list(map(rest.contents, stored.items))
+    contents = [rest.contents(layout, partial(stored.key, at)) for at, layout in enumerate(stored.items)]
     available = [matches for matches, _ in contents]
     has_any = {name for matches in available for name, names in matches.items() if names}
-    of_values, tensors = list[Any](), list[tuple[str, int]]()  # tensors: names with the number of their group
-    choices, all_counts = dict[Group, Array](), dict[Group, Array]()
+    of_values, tensors = list[Any](), list[tuple[str, Group]]()
+    choices, firsts = dict[Group, Array](), dict[Group, list[dict[_Match, str]]]()
     for group in alternatives.groups:
         has_tensors = any(map(has_any.__contains__, group.names))
         for name, patterns in group.items:
             # all samples of the batch may lack a tensor that is chosen together with others
             if name in has_any or (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
-                tensors.append((name, len(choices)))
+                tensors.append((name, group))
             else:
                 _check_container(name, patterns, stored_names)
                 of_values.append((name, group, patterns))
         if has_tensors:
-            counts = [_count(stored, at, group, matches) for at, matches in enumerate(available)]
-            all_counts[group] = np.array(counts)[stored.which]
-            edges = partial(group.edges, available, stored.which, stored.key)
-            choices[group] = chooser(group, all_counts[group], edges)
+            own = firsts[group] = [_find_first(stored, at, group, matches) for at, matches in enumerate(available)]
+            counts = np.array(list(map(len, own)))[stored.which]
+            choices[group] = chooser(group, counts, partial(group.edges, own, stored.which, stored.key))
     # cost per sample: one step in Python
-    combined = list(zip(stored.which.tolist(), *(column.tolist() for column in choices.values()), strict=True))
+    layout_of = stored.which.tolist()
+    combined = list(zip(layout_of, *(column.tolist() for column in choices.values()), strict=True))
     distinct = sorted(set(combined))  # in one order, so that other batches find their columns again
     distinct.remove(combined[0])
     numbers = {combination: number for number, combination in enumerate([combined[0], *distinct])}
@@ -598,21 +610,40 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
     items, chosen = list[Layout](), list[dict[str, str | None]]()
     for at, *picks in numbers:
         items.append(stored.items[at])
-        chosen.append({name: names[picks[n]] if (names := available[at][name]) else None for name, n in tensors})
+        matches = {group: list(firsts[group][at])[pick] for group, pick in zip(choices, picks, strict=True)}
+        chosen.append({name: available[at][name].get(matches[group]) for name, group in tensors})
     is_mixed = stored.is_mixed and any(others != contents[0][1] for _, others in contents)
     fixed = tuple(name for name in request.fixed if not alternatives.covers(name))
     picked = Layouts(request.rows, items, which, is_mixed, chosen)
-    request_of = (request, alternatives, chooser, picked, all_counts, choices, of_values)
+    first = {group: [firsts[group][at] for at in layout_of] for _, group, _ in of_values if group in firsts}
+    request_of = (request, alternatives, chooser, picked, first, choices, of_values)
     return ChosenRequest(request.store, request.rows, rest, fixed, *request_of)
 
 
-def _count(stored: Layouts, at: int, group: Group, available: Mapping[str, Sequence[str]]) -> int:
-    counts = {name: len(available[name]) for name in group.names if available[name]}
-    if not counts:
-        raise _lacks_all(stored.key(at), group.names[0], group.patterns[0], stored.items[at].named)
-    if len({*counts.values()}) > 1:
-        raise _unequal(stored.key(at), counts)
-    return counts.popitem()[1]
+def _find_first(
+    stored: Layouts, at: int, group: Group, available: Mapping[str, dict[_Match, str]]
+) -> dict[_Match, str]:
+    """Return the alternatives of the first name that has any."""
+    for name in group.names:
+        if available[name]:
+            return available[name]
+    raise _lacks_all(stored.key(at), group.names[0], group.patterns[0], stored.items[at].named)
+
+
+def _check_pairs(key: str, group: Group, first: dict[_Match, str], other: dict[_Match, str]) -> None:
+    """Raise BatchError unless alternatives that are chosen together can be paired by their names."""
+    parts = (part for match in first for _, parts in match for part in parts)
+    if first.keys() == other.keys() and not any(map(_POSITIONAL.search, parts)):
+        return
+    names = (
+        list_names([own[match] for match in sorted(own, key=beside.__contains__)])  # those without a partner come first
+        for own, beside in ((first, other), (other, first))
+    )
+    raise BatchError(
+        f"sample {key!r}: {list_names(group.names)} are chosen together, but the alternatives {' and '.join(names)} cannot be "
+        "paired by name: what wildcards match must be the same; give both the same keys (text or ints) or lists of one length, "
+        "or list the pairs: [('texts.a', 'captions.b'), …]"
+    )
 
 
 def _lacks_all(key: str, name: str, patterns: Sequence[str], names: Any) -> BatchError:
@@ -620,11 +651,6 @@ def _lacks_all(key: str, name: str, patterns: Sequence[str], names: Any) -> Batc
         f"sample {key!r} has none of the alternatives of {name!r:.100}: {list_names(patterns)}; "
         f"it has {list_names(names, patterns[0])}"
     )
-
-
-def _unequal(key: str, counts: Mapping[str, int]) -> BatchError:
-    shown = ", ".join(f"{count} of {name!r}" for name, count in counts.items())
-    return BatchError(f"sample {key!r} has {shown}; names that are chosen together need equal numbers of alternatives")
 
 
 class _Rest(Structures):
@@ -637,11 +663,11 @@ class _Rest(Structures):
         # the value refers to the form whose id is in the key, so the id is not reused
         self._contents: dict[Any, tuple[Form, _Contents]] = {}
 
-    def contents(self, layout: Layout) -> _Contents:
+    def contents(self, layout: Layout, sample_key: Callable[[], str]) -> _Contents:
         """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.
 
         Raises:
-            BatchError: Another tensor has the name of a chosen tensor.
+            BatchError: Another tensor has the name of a chosen tensor, or names that are chosen together cannot be paired.
         """
         key = id(layout.form), layout.texts, layout.further
         kept = self._contents.get(key)
@@ -651,6 +677,10 @@ class _Rest(Structures):
             others = {name for name in names if not covers(name)}
             for name in others & alternatives.keys():
                 raise _other_tensor(name)
+            for group in self._alternatives.groups:
+                first, *rest = [alternatives[name] for name in group.names if alternatives[name]] or [{}]
+                for other in rest:
+                    _check_pairs(sample_key(), group, first, other)
             kept = layout.form, (alternatives, others)
             keep_known(self._contents, key, kept)
         return kept[1]
@@ -661,7 +691,7 @@ class _Rest(Structures):
         if kept is None and type(sample) is dict:
             kept = {}
         for patterns in self._alternatives.patterns.values():
-            for place, key, *_ in _find_values(kept, patterns):
+            for place, key in _places(kept, patterns):
                 if place[key] is None:
                     del place[key]
         return kept
@@ -671,39 +701,52 @@ class _Rest(Structures):
         return tuple(name for name in missing if not self._alternatives.covers(name))
 
 
-_Contents: TypeAlias = "tuple[dict[str, list[str]], set[str]]"
+_Contents: TypeAlias = "tuple[dict[str, dict[_Match, str]], set[str]]"
 
 # --- values ---
 
 
-@lru_cache(maxsize=1024)
-def _parse_place(pattern: str) -> tuple[tuple[str, ...], str, str, bool]:
-    """Return the path of the dict that contains a pattern's alternatives, their key and name, and whether they are a list."""
-    name = pattern.removesuffix(".*")
-    *path, last = map(unquote, name.split("."))
-    return tuple(path), last, name, name != pattern
+def _find(sample: Any, pattern: str) -> Iterator[tuple[Any, Any, str]]:
+    """Yield container, key or index, and name of each item that matches a pattern with wildcards in its last component only."""
+    *path, last = pattern.split(".")
+    for part in path:
+        keys = _keys(sample)
+        sample = sample[keys[part]] if part in keys else None
+    keys = _keys(sample)
+    for part in [last] if last in keys else fnmatch.filter(keys, last):
+        yield sample, keys[part], ".".join((*path, part))
 
 
-def _find_values(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any, str, bool]]:
-    """Yield dict, key, name, and whether it is a list, for each value or list of values that may be alternatives."""
-    for path, last, name, is_list in map(_parse_place, patterns):
-        place = sample
-        for part in path:
-            place = place.get(part) if type(place) is dict else None
-        if type(place) is dict and last in place and (is_list or type(place[last]) is not dict):
-            yield place, last, name, is_list
+def _keys(container: Any) -> dict[str, Any]:
+    """Return the keys or indices of a container, by their components in names; {} for any other value."""
+    if isinstance(container, dict):
+        return {component(key, at): key for at, key in enumerate(container)}
+    return {str(at): at for at in range(len(container))} if isinstance(container, SEQUENCES) else {}
 
 
-def _values(sample: Any, patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """Return names and values of a sample's alternatives, without None and tensors."""
-    values: list[tuple[str, Any]] = []
-    for place, key, name, is_list in _find_values(sample, patterns):
-        value = place[key]
-        if not is_list:
-            values += [(name, value)] if value is not None else []
-        elif isinstance(value, (dict, list, tuple)):
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            values += ((f"{name}.{step}", item) for step, item in items)
-        else:
-            raise BatchError(f"a sample has a {type(value).__name__} at {name!r}, expected a list of alternatives")
-    return [*{name: (name, value) for name, value in values if not is_tensor(value)}.values()]
+def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any]]:
+    """Yield dict and key for each value that may be an alternative, and for each container of alternatives."""
+    for pattern in patterns:
+        for place, key, _ in list(_find(sample, pattern.removesuffix(".*"))):
+            if type(place) is dict and (pattern.endswith(".*") or type(place[key]) is not dict):
+                yield place, key
+
+
+def _values(sample: Any, patterns: Sequence[str]) -> dict[str, Any]:
+    """Return a sample's alternatives by name, without None and tensors, in any order."""
+    values: dict[str, Any] = {}
+    for pattern in patterns:
+        is_list = pattern.endswith(".*")
+        for place, key in _places(sample, [pattern]) if is_list else ():
+            if place[key] is not None and not isinstance(place[key], (dict, *SEQUENCES)):
+                problem = f"a {type(place[key]).__name__} at {pattern.removesuffix('.*')!r}"
+                raise BatchError(f"a sample has {problem}, expected a list of alternatives")
+        for place, key, name in _find(sample, pattern):
+            item = place[key]
+            if item is not None and not is_tensor(item) and (is_list or type(item) is not dict):
+                values[name] = item
+    return values
+
+
+def _has_values(sample: Any, patterns: Sequence[str]) -> bool:
+    return any(_places(sample, patterns)) or bool(_values(sample, patterns))

@@ -28,7 +28,7 @@ from wds_tensorcache.reading.collate import collate_for
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
 from wds_tensorcache.storage.remote.fetch import COUNTS
 from wds_tensorcache.storage.threads import Threads
-from wds_tensorcache.training.options import StepOptions
+from wds_tensorcache.training.options import REMEDIES, StepOptions
 from wds_tensorcache.training.plan import Position, RowCounts, Step
 from wds_tensorcache.training.sampler import StepSampler, show_step_options
 from wds_tensorcache.training.stats import LoaderStats, Timing
@@ -258,7 +258,7 @@ class Loader(BaseLoader):
     after the last batch returned; a loader with another batch size or number of ranks can load it.
 
     Args:
-        cache, batch_size: As in `StepSampler`.
+        cache, batch_size: As in `StepSampler`; by default, a batch has one sample.
         device, pin_memory, collate, pad_value: As in `read_batch`.
         choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability, or by their
             weights. The choice is a pure function of seed, epoch and sample index, so it does not depend on batch size and
@@ -310,7 +310,7 @@ class Loader(BaseLoader):
         on_early_exit: str = "next_epoch",
         **steps: Unpack[StepOptions],
     ) -> None:
-        check_options(Loader, steps, StepOptions.__annotations__)
+        check_options(Loader, steps, StepOptions.__annotations__, REMEDIES)
         threads = _NUM_THREADS if num_threads is None else as_int("num_threads", num_threads)
         ahead = _PREFETCH_BATCHES if prefetch_batches is None else as_int("prefetch_batches", prefetch_batches)
         if min(threads, ahead) < 0:

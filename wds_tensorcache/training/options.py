@@ -14,6 +14,17 @@ from wds_tensorcache.training.order import BlockOrder, EpochOrder
 from wds_tensorcache.training.plan import Stream
 
 _MAX_REPEATS = 1 << 30
+_SAMPLER = (
+    "its own sampler keeps the state; choose samples by weights=, mix=, bucket_by=, shuffle= or a view of the cache, such "
+    "as cache.filter(…)"
+)
+REMEDIES = {
+    "sampler": _SAMPLER,
+    "batch_sampler": f"{_SAMPLER}, and pass batch_size=",
+    "drop_last": "pass last_batch='drop' in place of drop_last=True",
+    "generator": "pass seed=",
+    "collate_fn": "pass collate=, a function of a list of samples or a way such as 'pad'",
+}  # by argument of torch's DataLoader
 
 
 class StepOptions(TypedDict, total=False):

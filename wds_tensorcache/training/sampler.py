@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.ranks import find_rank, is_distributed
@@ -42,7 +42,7 @@ class StepSampler(DistributedSampler[Step]):
 
     Args:
         cache: Cache from `tc.open` or `tc.join`; None with `mix`.
-        batch_size: Number of samples in a batch of one rank.
+        batch_size: Number of samples in a batch of one rank; 1 by default.
         shuffle: True for a new order in each epoch. With False, all epochs have the same order, even with buckets or a mix, but
             not with weights. `"blocks"`, for remote shards, reads shards in random order, and shuffles samples within windows
             of `window` samples.
@@ -114,7 +114,10 @@ class StepSampler(DistributedSampler[Step]):
         caches, cache_weights = ([cache], None) if mix is None else split_mix(mix)
         for member in caches:
             if not isinstance(member, Cache):
-                raise ValueError(f"{member!r:.200} is not a cache; open it with tc.open")
+                remedy = "open it with tc.open"
+                if isinstance(member, IterableDataset):
+                    remedy = "pass a stream to torch's DataLoader, with batch_size=None if the stream makes batches"
+                raise ValueError(f"{member!r:.200} is not a cache; {remedy}")
             if not len(member):
                 raise ValueError("the cache has no samples: did a filter or a slice leave none?")
         sample_weights, passes = by_source("weights", weights, mix), by_source("repeats", repeats, mix)

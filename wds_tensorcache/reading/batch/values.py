@@ -20,8 +20,8 @@ from wds_tensorcache.reading.batch.request import NewNames, Request, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 
 _TENSOR = object()  # stands for a tensor
-# Called with a sample; returns names and values in it.
-Find: TypeAlias = "Callable[[Any], list[tuple[str, Any]]]"
+# Called with a sample; returns values in it by name.
+Find: TypeAlias = "Callable[[Any], dict[str, Any]]"
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ class _Group:
         return [value_at(sample, path) for sample in self.samples()]
 
     def find(self, find: Find) -> list[Any]:
-        slots = find(_number_leaves(self.template)) if self.template is not None else []
-        if slots and all(type(slot) is int for _, slot in slots):
-            rows = [[(name, values[slot]) for name, slot in slots] for values in self.values]
-            if not any(value is None for row in rows for _, value in row):  # which may be a missing alternative
+        slots = find(_number_leaves(self.template)) if self.template is not None else {}
+        if slots and all(type(slot) is int for slot in slots.values()):
+            rows = [{name: values[slot] for name, slot in slots.items()} for values in self.values]
+            if not any(value is None for row in rows for value in row.values()):  # which may be a missing alternative
                 return rows
         return list(map(find, self.samples()))
 
