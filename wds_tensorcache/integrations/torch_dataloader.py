@@ -32,13 +32,14 @@ _SAMPLER = (
     "its own sampler keeps the state; choose samples by weights=, mix=, bucket_by=, shuffle= or a view of the cache, such "
     "as cache.filter(…)"
 )
+# what to pass instead, by argument of torch's DataLoader
 _INSTEAD = {
     "sampler": _SAMPLER,
     "batch_sampler": f"{_SAMPLER}, and pass batch_size=",
     "drop_last": "pass last_batch='drop' in place of drop_last=True",
     "generator": "pass seed=",
-    "collate_fn": "pass collate=, a function of a list of samples or a way such as 'pad'",
-}  # by argument of torch's DataLoader
+    "collate_fn": "pass collate=, a function of a list of samples, or for example 'pad'",
+}
 
 
 class StepDataset(Dataset[Any]):
@@ -270,7 +271,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             scheduled.clear()
 
     def _check_pickles(self, exc: Exception) -> None:
-        """Raise TypeError if an argument cannot be sent to workers; `exc` is the error of starting them."""
+        """Raise TypeError if an argument cannot be sent to workers; `exc` is the error at their start."""
         options = {
             "collate": self._collate,
             "transform": self.dataset._transforms,  # type: ignore[attr-defined]
