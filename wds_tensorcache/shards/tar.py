@@ -59,8 +59,10 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"\x04\x22\x4d\x18": "lz4",
 }
-_AGAIN = "download the shard again"
-_IMPORT = "`tensorcache import` (tc.import_cache) makes shards of a folder of such files"
+_AGAIN, _IMPORT = (
+    "download the shard again",
+    "`tensorcache import` (tc.import_cache) makes shards of a folder of such files",
+)
 # by a pattern of the first bytes: the kind of file, and what to do
 _OTHER_FILES = {
     re.compile(pattern, re.DOTALL | re.IGNORECASE).match: advice

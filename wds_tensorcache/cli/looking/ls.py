@@ -43,8 +43,8 @@ def ls_command(
     CACHE is a folder, a shard, a manifest, a pattern in quotes such as 'cache/train-*.tar', or a url. With --long, each key is
     followed by the original name of the sample, such as the path of a photo. No tensor is read.
 
-    With --failed, CACHE is a folder, here or at a url. Each line has the key of an item that failed, its error, and the line of
-    code that raised it. If the key is unknown, the line has the number of the item.
+    With --failed, CACHE is a folder, here or at a url, and each line is the key of an item that has no sample (or its number,
+    if its key is unknown), its error, and the line of code that raised it.
     """
     output = Output(as_json)
     if failed:

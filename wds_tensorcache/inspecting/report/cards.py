@@ -64,9 +64,9 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
             shape, dtype = shape_text(lazies[name].shape), dtype_name(lazies[name].dtype)
             card["tensors"].append([survey.positions[name], dtype, shape, values_record(values.get(name))])
         card["num_more"] = len(lazies) - len(card["tensors"])
-        nbytes_limits = chain([limits.picture_nbytes], repeat(limits.picture_nbytes // 2))
-        drawn = _draw(survey, {name: lazies[name] for name in names}, limits, nbytes_limits)
-        pictures = chain(_open_pictures(survey, index, limits, nbytes_limits), drawn)
+        sizes = chain([limits.picture_nbytes], repeat(limits.picture_nbytes // 2))
+        drawn = _draw(survey, {name: lazies[name] for name in names}, limits, sizes)
+        pictures = chain(_open_pictures(survey, index, limits, sizes), drawn)
         card["pictures"] = list(islice(pictures, limits.num_pictures))
     except READ_ERRORS as exc:
         card["error"] = escape_hidden(str(exc), 500)
@@ -152,15 +152,13 @@ def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
     return {name: None if number is None else json_number(number) for name, number in numbers.items()}
 
 
-def _open_pictures(
-    survey: Survey, index: int, limits: Limits, nbytes_limits: Iterator[int]
-) -> Iterator[dict[str, Any]]:
-    """Yield the pictures in other members of a sample, except damaged and too large ones; without Pillow, yield none."""
+def _open_pictures(survey: Survey, index: int, limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """Yield the pictures in other members of a sample; none without Pillow, and none that is damaged or too large."""
     for suffix in PICTURE_MEMBERS:
         content = _read_member(survey, index, suffix) if suffix in survey.description.members else None
         if content is not None:
             try:
-                jpeg, width, height = shrink_picture(content, limits.picture_side, next(nbytes_limits))
+                jpeg, width, height = shrink_picture(content, limits.picture_side, next(sizes))
             except (ImportError, tc.FormatError):
                 continue
             encoded = base64.b64encode(jpeg).decode("ascii")
@@ -168,9 +166,7 @@ def _open_pictures(
             yield {**place, "jpeg": encoded, "width": width, "height": height}
 
 
-def _draw(
-    survey: Survey, lazies: dict[str, Lazy], limits: Limits, nbytes_limits: Iterator[int]
-) -> Iterator[dict[str, Any]]:
+def _draw(survey: Survey, lazies: dict[str, Lazy], limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yield the most important pictures first: flips, masks and control images come late, and maps come last."""
     drawn: list[tuple[Any, int, str, Lazy, Planes]] = []
     for name, lazy in lazies.items():
@@ -182,7 +178,7 @@ def _draw(
     for _, _, name, lazy, planes in sorted(drawn)[: limits.num_pictures]:
         loaded = planes.load(lazy)
         colors = survey.colors_of(name, lazy, planes, loaded)
-        png, width, height = fit_png(loaded, colors, planes.kind, limits.picture_side, next(nbytes_limits))
+        png, width, height = fit_png(loaded, colors, planes.kind, limits.picture_side, next(sizes))
         encoded = base64.b64encode(png).decode("ascii")
         place = {"tensor": survey.positions[name], "kind": planes.kind, "note": planes.note}
         yield {**place, "png": encoded, "width": width, "height": height}
