@@ -47,7 +47,7 @@ def save_training_set(path: str, latents: list[Any], conditioning: list[Any]) ->
     try:
         writer = tc.ShardWriter(path, fingerprint={"format": "comfyui"})
     except FileExistsError:
-        # not the library's own advice, which is to overwrite: a workflow may still read from the folder
+        # Hazard: the library advises to overwrite, but a workflow may still read from the folder.
         raise FileExistsError(f"{path} already contains a cache; enter another folder_name") from None
     with writer:
         for number, (latent, condition) in enumerate(zip(latents, conditioning, strict=True)):

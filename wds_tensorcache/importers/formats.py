@@ -84,12 +84,9 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
             f"{folder.path} is a cache already: {shard} is one of its shards. tc.open reads it, `tensorcache merge` copies its "
             "samples and those of other caches into one cache, and `tensorcache reshard` into shards of another length"
         )
-    problem, fault = (
-        f"{folder.path}: no file, of {len(folder.names):,}, belongs to a known format",
-        folder.first_fault(),
-    )
+    problem = f"{folder.path}: no file, of {len(folder.names):,}, belongs to a known format"
     remedy = "--list-formats lists the formats; to compute tensors of pictures or texts, use tc.build"
-    raise ValueError(f"{problem}; {fault or remedy}")
+    raise ValueError(f"{problem}; {folder.first_fault() or remedy}")
 
 
 def _recognize(form: Format, folder: SourceFolder) -> int:

@@ -230,7 +230,7 @@ def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) ->
 def as_tensor(array: np.ndarray[Any, Any]) -> Any:
     """Return a tensor with the values of an array. If torch lacks the dtype, for example for texts, return an array.
 
-    A single text `[]` becomes a str. An array of objects, which only a trusted file may contain, becomes nested lists, or its
+    A text of shape `[]` becomes a str. An array of objects, which only a trusted file may contain, becomes nested lists, or its
     only object if its shape is `[]`.
 
     Memory: aliases a large array that torch can use as it is. Otherwise the values are copied. The memory of a large copy is

@@ -20,10 +20,13 @@ from wds_tensorcache.storage.system import SHORTAGES
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 RECYCLED = 1 << 16  # smaller contents and arrays get ordinary memory
 _MAX_JSON_NBYTES = 1 << 30
-_OUT, _NOWHERE = "is a link out of the folder", "is a link to no file"
+_LINK_OUT, _BROKEN_LINK = "is a link out of the folder", "is a link to no file"
 _REMEDIES = {
-    _OUT: "; only links in the folder, and to blobs of the same Hub repository, are followed: import a copy made by `cp -rL`",
-    _NOWHERE: "; restore the file, or delete the link",
+    _LINK_OUT: (
+        "; the import follows only links within the folder, and to blobs of the same Hub repository: import a copy made by "
+        "`cp -rL`"
+    ),
+    _BROKEN_LINK: "; restore the file, or delete the link",
 }
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
@@ -81,9 +84,9 @@ class SourceFolder:
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(f"{name}/")
                         elif entry.is_symlink() and not os.path.exists(entry.path):
-                            self.faults[name] = _NOWHERE
+                            self.faults[name] = _BROKEN_LINK
                         elif entry.is_symlink() and not f"{os.path.realpath(entry.path)}/".startswith(roots):
-                            self.faults[name] = _OUT
+                            self.faults[name] = _LINK_OUT
                         elif entry.is_file() and not entry.name.startswith(_APPLE_DOUBLE):
                             self.names.append(name)
                         elif not entry.is_dir():
@@ -100,10 +103,10 @@ class SourceFolder:
         if not self.faults:
             return None
         name = min(self.faults)
-        what = self.faults[name]
-        num_more = sum(other == what for other in self.faults.values()) - 1
+        fault = self.faults[name]
+        num_more = sum(other == fault for other in self.faults.values()) - 1
         more = f", as {'is' if num_more == 1 else 'are'} {num_more:,} more" if num_more else ""
-        return FormatError(f"{what}{more}{_REMEDIES.get(what, '')}").at(name)
+        return FormatError(f"{fault}{more}{_REMEDIES.get(fault, '')}").at(name)
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:

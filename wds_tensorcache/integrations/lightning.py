@@ -69,7 +69,7 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         if longest is None or len(longest) < trainer.num_training_batches:
             return  # Lightning counts the batches of another loader
         if longest._sampler._continues and len(longest) > trainer.num_training_batches:
-            return  # Lightning's epochs begin anywhere in the loader's
+            return  # Lightning's epochs begin anywhere in the epochs of the loader
         batches = trainer.fit_loop.epoch_loop.batch_progress
         counts = batches.current
         used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left

@@ -128,7 +128,7 @@ def _check_picture(content: bytes) -> None:
 
 
 def shrink_picture(content: bytes, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:
-    """Return a JPEG, PNG or WebP picture, upright, as a JPEG file of at most about `max_nbytes`, and its width and height.
+    """Return a JPEG, PNG or WebP picture, small and upright, as a JPEG of about `max_nbytes` at most, with width and height.
 
     Raises:
         FormatError: The bytes are damaged or of another format, or the picture has more than 2^25 pixels.
@@ -149,7 +149,7 @@ def shrink_picture(content: bytes, max_side: int, max_nbytes: int) -> tuple[byte
         while True:
             small.thumbnail((max_side, max_side))
             file = io.BytesIO()
-            # hazard: without `comment`, Pillow copies that of the file, of up to 64 KiB
+            # Hazard: without `comment`, Pillow copies the comment of the file, which may have 64 KiB.
             small.save(file, "JPEG", quality=80, comment=b"")
             if file.tell() <= max_nbytes or max_side <= 8:
                 return file.getvalue(), small.width, small.height

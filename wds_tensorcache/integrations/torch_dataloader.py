@@ -255,7 +255,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             scheduled.clear()
 
     def _check_pickles(self, exc: Exception) -> None:
-        """Raise TypeError if an argument cannot be sent to workers; `exc` is the error of starting them."""
+        """Raise TypeError if an argument cannot be sent to workers; `exc` is the error at their start."""
         options = {
             "collate": self._collate,
             "transform": self.dataset._transforms,  # type: ignore[attr-defined]

@@ -390,9 +390,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _near_keys(self, key: str) -> str:
-        """Return names of samples for a message, as the caller wrote them before `tc.safe_key`, similar ones first."""
+        """Return names of samples for a message, as they were before `tc.safe_key`; names similar to `key` come first."""
         keys = list(islice(self.keys(), NUM_COMPARED))
-        names = dict.fromkeys(self._name_at(number, known) or known for number, known in enumerate(keys))
+        names = dict.fromkeys(self._name_at(index, stored_key) or stored_key for index, stored_key in enumerate(keys))
         hint = "" if list(names) == keys else "; tc.safe_key(name) is the key of such a name"
         return list_names(names, key, len(self)) + hint
 

@@ -15,14 +15,14 @@ from wds_tensorcache.shards.shard import Shard
 
 NO_CACHE = "no cache, only other members; tc.build(tc.open(…), fn, out, …) adds a cache"
 _KEY, _URL = "__key__", "__url__"
-_NONE = np.zeros(1, np.uint8)
-_NO_TENSORS = LayoutTable((form_of(()),), ((),), _NONE, _NONE, _NONE[:0], ((),))
+_ZERO = np.zeros(1, np.uint8)
+_NO_TENSORS = LayoutTable((form_of(()),), ((),), _ZERO, _ZERO, _ZERO[:0], ((),))
 
 
 class MemberSample(dict[str, Any]):
     """A sample of a shard without a cache: `__key__`, `__url__`, and the bytes of each member by its suffix.
 
-    `members` has the members only; it stays the same if a dataset or a function changes the dict.
+    `members` has the bytes alone. It stays the same if a dataset or a function changes the dict.
     """
 
     __slots__ = ("members",)

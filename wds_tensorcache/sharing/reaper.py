@@ -70,7 +70,7 @@ def remove_folder(folder: str) -> None:
 def start_reaper(folder: str) -> Iterator[None]:
     """Start the reaper of a folder, unless it has one. At the end of the `with` block, it begins to wait for the holders.
 
-    The caller has locked the parent folder, so that no reaper removes the folder meanwhile.
+    The caller has locked the parent folder, so no other reaper removes the folder during the start.
 
     Without a reaper, for example because the system allows no more processes, the next process that opens a folder removes
     abandoned folders.

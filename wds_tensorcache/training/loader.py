@@ -124,7 +124,7 @@ class BaseLoader(ABC):
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch; after `load_state_dict`, or with `on_early_exit="continue"`, go on after the last batch.
+        """Begin an epoch; after `load_state_dict`, or with `on_early_exit="continue"`, continue after the last batch.
 
         This ends the current iteration.
         """
@@ -270,9 +270,9 @@ class Loader(BaseLoader):
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4. While
             training waits for requests, it grows up to 32 batches or 1 GiB, as the server's latency and rate require. After
             eight batches in a row that needed no request, it is 2, and may grow again.
-        on_early_exit: Beginning of a loop after a loop that was left early. `"next_epoch"` begins the next epoch.
-            `"continue"` goes on after the last batch returned. A loop then has `len(loader)` batches, unless it is left, and
-            goes on into the next epoch. `set_epoch` has no effect after the first batch.
+        on_early_exit: Start of a loop after a loop that was left early: `"next_epoch"`, or `"continue"`, after the last batch
+            returned. With `"continue"`, each loop has `len(loader)` batches unless it is left, also across the end of an
+            epoch, and `set_epoch` has no effect after the first batch.
         steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
 
     Raises:

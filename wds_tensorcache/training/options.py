@@ -18,13 +18,14 @@ _SAMPLER = (
     "its own sampler keeps the state; choose samples by weights=, mix=, bucket_by=, shuffle= or a view of the cache, such "
     "as cache.filter(…)"
 )
+# what to pass instead, by argument of torch's DataLoader
 REMEDIES = {
     "sampler": _SAMPLER,
     "batch_sampler": f"{_SAMPLER}, and pass batch_size=",
     "drop_last": "pass last_batch='drop' in place of drop_last=True",
     "generator": "pass seed=",
-    "collate_fn": "pass collate=, a function of a list of samples or a way such as 'pad'",
-}  # by argument of torch's DataLoader
+    "collate_fn": "pass collate=, a function of a list of samples, or for example 'pad'",
+}
 
 
 class StepOptions(TypedDict, total=False):

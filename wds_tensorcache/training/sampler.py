@@ -160,7 +160,7 @@ class StepSampler(DistributedSampler[Step]):
         self._scheduled: deque[Any] | None = None
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
         self._has_warned = False  # of samples that set_epoch left out
-        self._continues = False  # a loop begins where the previous loop was left; a loader's option
+        self._continues = False  # a loader's loop begins where its previous loop was left
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_scheduled": None}
@@ -241,8 +241,8 @@ class StepSampler(DistributedSampler[Step]):
 
         With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, this warns. If
         the sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out, this warns
-        once. The sampler of a loader with `on_early_exit="continue"` counts its own epochs: after its first batch, calls are
-        ignored, because trainers call this for each loop.
+        once. In a loader with `on_early_exit="continue"`, this has no effect after the first batch, because trainers call it
+        for each loop.
 
         Raises:
             ValueError: `epoch` is out of range.

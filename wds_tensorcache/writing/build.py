@@ -72,9 +72,9 @@ def build(
     shard in place.
 
     Args:
-        source: A map-style dataset (`len`, `[i]`) or an iterable. Or WebDataset shards without a cache: `tc.open` of them, also
-            a part of it, or a list of their paths or urls, which end in `.tar`. Then an item is a dict of `__key__`, `__url__`
-            and the bytes of each member, and the cache is written beside these members, which stay the same byte for byte.
+        source: A map-style dataset (`len`, `[i]`) or an iterable. Or WebDataset shards without a cache: `tc.open` of them, a
+            view of it, or a list of their paths or urls, which end in `.tar`. Then an item is a dict of `__key__`, `__url__`
+            and the bytes of each member, and the new shards have these members, byte for byte, and the cache.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
             whose dtype or number of dimensions differs from earlier samples causes a warning, once for each name.
@@ -99,13 +99,13 @@ def build(
             `progress(done, total)` of the numbers of finished samples and of all samples of this rank. `total` is None if
             the source has no length.
         max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
-        on_error: What to do if an item fails. `"raise"` raises the error and ends the call. With `"record"`, the items of a
-            batch that fails are tried again one by one: the items that cannot be read, or whose key, digest or sample
-            cannot be made or stored, are listed in the folder's file `failures.jsonl`, and all others are written. A rank
-            has its own file, such as `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists
-            only items that still fail. Errors of an iterable source itself, of the writer and of arguments end the call.
-        allow_failures: With `on_error="record"`, return a cache without the samples of items that have failed, and warn.
-        check: `"finite"` makes a sample with a tensor or array that contains NaN or infinity an error of its item.
+        on_error: What to do if an item fails. `"raise"` raises the error and ends the call. `"record"` tries the items of a
+            batch that fails one by one. It lists the items that cannot be read, or whose key, digest or sample cannot be made
+            or stored, in the folder's file `failures.jsonl`, and writes all other samples. A rank has its own file, such as
+            `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists only items that still fail.
+            Errors of an iterable source itself, of the writer and of arguments end the call.
+        allow_failures: With `on_error="record"`, warn of items that have failed, and return the cache without their samples.
+        check: With `"finite"`, a tensor or array that contains NaN or infinity is an error of its item.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:

@@ -140,9 +140,8 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
         if as_text(shard.fingerprint) not in texts:
             stored, expected = shard.fingerprint, first.fingerprint
             others = [{name: part[name] for name in part if name != SOURCE} for part in (stored or {}, expected or {})]
-            if stored and as_text(others[0]) != as_text(
-                others[1]
-            ):  # the error names one of these fields, not the folder of an import
+            # the error names one of these fields, not the folder of an import
+            if stored and as_text(others[0]) != as_text(others[1]):
                 stored, expected = others
             try:
                 check_fingerprint(shard.path, stored, expected or {})

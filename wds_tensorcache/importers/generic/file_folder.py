@@ -50,7 +50,7 @@ _LOADERS: dict[str, Any] = {
 }
 _MAX_TEXT = 1 << 26  # bytes of a file of text
 _TEXTS = (".caption", ".json", ".txt")
-_SKELETON = ".skeleton.pkl"
+_DRAFT = ".skeleton.pkl"  # of a draft of ComfyUI, with the structure of many samples
 
 
 def _recognize(folder: SourceFolder) -> int:
@@ -63,8 +63,8 @@ def _open(folder: SourceFolder) -> Source:
     used = {name for files in extracted.values() for name in files.values()}
     bad = {}
     for name in folder.by_suffix.get(".pkl", ()):
-        tensors = f"{name.removesuffix(_SKELETON)}.safetensors"
-        if name.endswith(_SKELETON) and tensors in folder:
+        tensors = f"{name.removesuffix(_DRAFT)}.safetensors"
+        if name.endswith(_DRAFT) and tensors in folder:
             bad[name] = (
                 f"has the structure of the tensors in {tensors}, probably of many samples; save each sample by itself"
             )

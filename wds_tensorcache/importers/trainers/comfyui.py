@@ -55,8 +55,10 @@ def _open(folder: SourceFolder) -> Source:
             if not _SHARD.fullmatch(name):
                 raise FormatError("is not a shard of a training set; other pickles are never read")
             if name.endswith(".skeleton.pkl") or f"{name[:-4]}.safetensors" in folder:
-                problem = "has its tensors in a .safetensors file, a draft's layout that is not supported"
-                raise FormatError(f"{problem}; save the set with the node Save Training Dataset of a release")
+                problem = (
+                    "has its tensors in a .safetensors file, as in a draft of ComfyUI that this package does not read"
+                )
+                raise FormatError(f"{problem}; save the set with the node Save Training Dataset of a released ComfyUI")
             for number in range(len(read_shard(name))):
                 load = partial(_load, read_shard, name, number)
                 samples.append(SourceSample(f"{name[:-4]}/{number:06d}", (name,), load))

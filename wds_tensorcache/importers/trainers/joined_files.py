@@ -41,7 +41,7 @@ class ImageFile:
     label: str = ""  # distinguishes files of one image and model, for example the image size
     resolutions: Sequence[str] = ("",)  # endings of the tensor names: `("_64x64", "_32x64")`
     tensors: Sequence[str] = ()
-    audio: str = ""  # not empty for the sound of a video, whose latents are in another file
+    audio: str = ""  # not empty for a file of sounds; the latents of the video are in another file
 
 
 class Joined(NamedTuple):
@@ -88,12 +88,12 @@ def join_files(
             by_stem.setdefault((file.model, file.stem), []).append(file)
     has_many_models = len({model for model, _ in (*images, *texts_of)}) > 1
     alone = set(texts_of)
-    # model and name of each sample, its file of latents with one resolution, its files of texts
+    # model and name of each sample, its files of latents and sound, their resolution, its files of texts
     rows: list[tuple[str, str, list[ImageFile], str, list[ImageFile]]] = []
     sounds = {(file.model, file.stem, file.label): file for file in latents if file.audio}
     for (model, stem), files in images.items():
-        mute = {file.label for file in files if not file.audio}
-        files = [file for file in files if not file.audio or file.label not in mute]
+        image_labels = {file.label for file in files if not file.audio}
+        files = [file for file in files if not file.audio or file.label not in image_labels]
         key = (model, stem) if (model, stem) in texts_of else (model, text_stem(stem))
         alone.discard(key)
         for file in files:

@@ -15,8 +15,13 @@ from wds_tensorcache.importers.source_folder import SourceFolder
 def read_stacked(folder: SourceFolder, name: str, needed: Sequence[str]) -> tuple[dict[str, StoredTensor], int]:
     """Return the stored tensors of a file by name, and the number of their rows. Only the header is read.
 
+    Args:
+        folder, name: Folder, and name of the file in it.
+        needed: Names of tensors that the file must have; the last one must have bytes for each row.
+
     Raises:
-        FormatError: The file lacks a `needed` tensor, or its tensors have different numbers of rows.
+        FormatError: The file lacks a `needed` tensor, its tensors have different numbers of rows, or the last `needed` tensor
+            has rows without bytes.
     """
     tensors, _ = read_safetensors_tensors(folder, name)
     lengths = {tensor: stored.shape[0] if stored.shape else None for tensor, stored in tensors.items()}

@@ -195,20 +195,20 @@ def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
     """Return the possible captions of an image by hash; the caption is None if the hash does not depend on it."""
     captions = [image.stem, image.stem.replace("_", " ")]
-    of_path: str | None = ""  # newer versions hash the path alone only for an empty caption
+    caption_of_path: str | None = ""  # newer versions hash the path alone only for an empty caption
     if caption_file is not None:
         with suppress(FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
             text = folder.read(caption_file, 1 << 20).decode()
             captions += [text, *filter(None, text.split("\n"))]
-            of_path = None if text.strip() else of_path
+            caption_of_path = None if text.strip() else caption_of_path
     prompt = image.backend.config.get("instance_prompt")
     if isinstance(prompt, str):
         captions = [prompt, *(f"{prompt} {caption}" for caption in captions), *captions]
-        of_path = None if prompt.strip() else of_path
+        caption_of_path = None if prompt.strip() else caption_of_path
     # Some models hash the path of the image in the folder of its backend, which may have been moved since.
     paths = dict.fromkeys([image.path, *("/".join(image.parts[at:]) for at in range(len(image.parts)))])
     keys = [key for path in paths for key in (path, f"{image.backend.id}:{path}")]
-    hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys), of_path)
+    hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys), caption_of_path)
     hashed |= {_md5(f"{key}\0prompt\0{caption}"): caption for key in keys for caption in captions}
     return hashed | {_md5(caption): caption for caption in captions}
 

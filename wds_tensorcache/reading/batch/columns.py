@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 _Item = TypeVar("_Item")
 _ABOUT_TEXTS = "; the dtype of a text array has its length: select other tensors, or store texts as str"
-_ABOUT_DTYPES = "; store one dtype, or pass collate= a function of the samples that converts them"
+_ABOUT_DTYPES = "; store one dtype, or pass collate=, a function of the samples that converts dtypes"
 _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a layout lacks
 
 

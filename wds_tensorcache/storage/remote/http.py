@@ -16,7 +16,7 @@ from wds_tensorcache.storage.urls import reveal, web_url
 _NO_SUFFIX = frozenset({400, 405, 416, 501})
 _NUM_REPEATED = 2  # requests whose range was ignored
 _IGNORED = "the server responds with the whole object instead of the range that was asked for"
-_REPEATS = "asking again. If it does so always, whole shards are read"
+_REPEATS = "the request is repeated. If the server always does so, whole shards are read"
 _COPIES = (
     "so each shard is fetched whole into TMPDIR on its first use. Serve the shards with a server that has ranges, or read them "
     "as a stream with tc.ResumablePipeline"

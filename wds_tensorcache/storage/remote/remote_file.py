@@ -101,7 +101,7 @@ class RemoteFile:
         Request(self.url, state=expected).check(reported)
 
     def missing_error(self, cause: FileNotFoundError) -> MissingShardError:
-        """Return the error for an object that does not exist, as a request has found."""
+        """Return the error for an object that does not exist; `cause` is the error of the request."""
         if isinstance(cause, MissingBucketError):
             return MissingShardError(str(cause.strerror)).at(self.path)
         problem, remedy = "the shard does not exist", "check the url, or upload it again"
