@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
 import signal
 import weakref
@@ -321,6 +322,111 @@ def test_keys_that_look_like_positions(tmp_path: Path) -> None:
     check(out, {f"{count - 1 - i:09d}": i for i in range(1, count)})
 
 
+@pytest.mark.parametrize(
+    "broken", [(0,), (2,), (0, 1, 2, 3), tuple(range(12))], ids=["first", "middle", "batch", "all"]
+)
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["new", "resumed"])
+@pytest.mark.parametrize("has_key", [False, True], ids=["positions", "keys"])
+@pytest.mark.parametrize("kind", ["map", "workers", "digest", "iterable"])
+def test_items_that_cannot_be_read_are_always_listed(
+    tmp_path: Path, kind: str, has_key: bool, is_resumed: bool, broken: tuple[int, ...]
+) -> None:
+    """Also if the position of such an item is the key of a finished sample of another item."""
+    count, half = 12, range(6)
+
+    class Keyed(Texts):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            text = self.paths[i].read_text()
+            item = {"value": text if kind == "iterable" else int(text)}
+            return item | ({"__key__": f"{count - 1 - i:09d}"} if has_key else {})
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        return {"x": torch.tensor([[2.0 * int(item["value"])] for item in items])}
+
+    def source() -> Any:
+        return iter([texts[i] for i in range(count)]) if kind == "iterable" else texts
+
+    texts, out = Keyed(tmp_path / "texts", count, tuple(half)), tmp_path / "out"
+    options: dict[str, Any] = {"num_workers": 2 * (kind == "workers")}
+    if kind in ("digest", "iterable"):
+        options["digest"] = lambda item: str(int(item["value"]))
+    if is_resumed:
+        build_broken(source(), out, fn, **options)
+    for i in range(count):
+        texts.write(i, "broken" if i in broken else str(i))
+    assert len(build_broken(source(), out, fn, **options).failures) == len(broken)
+    assert items_of(listed(out)) == list(broken)
+    finished = {*range(count)} - {*broken} | {i for i in range(count) if is_resumed and i not in half}
+    if finished:
+        check(out, {f"{count - 1 - i if has_key else i:09d}": i for i in finished})
+
+
+class _Unpicklable:
+    def __init__(self, error: Exception, is_pickled: bool) -> None:
+        self.error, self.is_pickled = error, is_pickled
+
+    def __reduce__(self) -> Any:
+        if not self.is_pickled:
+            raise self.error
+        return raises, (self.error,)
+
+
+def raises(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_items_that_cannot_be_sent_by_a_worker(tmp_path: Path, is_pickled: bool) -> None:
+    class Objects(Texts):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            extra = _Unpicklable(ValueError("cannot be sent"), is_pickled) if i in (5, 6) else None
+            return super().__getitem__(i) | {"extra": extra}
+
+    texts, out = Objects(tmp_path / "texts", broken=()), tmp_path / "out"
+    with pytest.raises(ValueError, match="cannot be sent"):
+        build(texts, out, num_workers=2, on_error="raise")
+    error = build_broken(texts, out, num_workers=2)
+    assert [text.partition(" (")[0] for _, text in error.failures] == [
+        f"item {i}: ValueError: cannot be sent" for i in (5, 6)
+    ]
+    check(out, {f"n{i:04d}": i for i in range(COUNT) if i not in (5, 6)})
+
+
+def test_an_error_without_a_text(tmp_path: Path) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        if any(item["value"] == 3 for item in items):
+            raise Silent
+        return double(items)
+
+    error = build_broken(Texts(tmp_path / "texts", broken=()), tmp_path / "out", fn)
+    assert [text.startswith("item 3: Silent: <") for _, text in error.failures] == [True]
+
+
+def test_workers_end_with_a_killed_build(tmp_path: Path) -> None:
+    """Although nobody receives their large items any more."""
+    ready, told = os.pipe()
+
+    class Large(Texts):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            os.write(told, b".")
+            return {"__key__": f"n{i}", "value": np.zeros(1_000_000)}
+
+    source = Large(tmp_path / "texts", broken=())
+    child = start(lambda: build(source, tmp_path / "out", lambda items: signal.pause(), num_workers=1))
+    os.read(ready, 1)
+    os.kill(child, signal.SIGKILL)
+    assert finish([child]) == [-signal.SIGKILL]
+    os.close(told)
+    while select.select([ready], [], [], 60)[0] and (is_running := os.read(ready, 100)):
+        pass  # until the worker, which has the other end, is gone
+    os.close(ready)
+    assert not is_running
+
+
 def test_a_changed_item_that_fails_when_it_is_read_again(tmp_path: Path) -> None:
     """It does not count as an item that differs each time it is read."""
 
@@ -505,6 +611,14 @@ def test_a_damaged_list(tmp_path: Path, line: str) -> None:
     assert run("ls", out).stdout.count("n0") == COUNT - 5
     (out / "failures.jsonl").unlink()
     assert len(build_broken(texts, out).failures) == 5
+
+
+def test_blank_lines_of_a_list(tmp_path: Path) -> None:
+    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+    build_broken(texts, out)
+    with (out / "failures.jsonl").open("a") as file:
+        file.write("\n")
+    assert len(run("ls", out, "--failed").stdout.splitlines()) == len(build_broken(texts, out).failures) == 5
 
 
 def test_ls_failed_needs_a_folder(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import math
@@ -32,6 +31,7 @@ from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
 from wds_tensorcache.storage.output import write_at_once
+from wds_tensorcache.storage.system import end_with_parent
 from wds_tensorcache.writing.writer import ShardWriter
 
 _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
@@ -40,7 +40,6 @@ _NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
 _LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this one waits for the disk
 _POLL_S = 0.1
-_PR_SET_PDEATHSIG = 1
 
 
 def plan_shards(
@@ -238,7 +237,7 @@ _worker: Conversion  # of a worker process
 def _begin_worker(conversion: Conversion, parent: int) -> None:
     global _worker
     _worker = conversion
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         os._exit(1)
     signal.set_wakeup_fd(-1)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ _NETWORK = tuple(
 _DEVICES: dict[int, tuple[str, bool]] = {}
 _IS_LINUX = sys.platform == "linux"
 _SYNC_FILE_RANGE_WRITE = 2
+_PR_SET_PDEATHSIG = 1
 _ESCAPES = {ord(character): f"\\{ord(character):03o}" for character in " \t\n\\"}
 
 
@@ -68,6 +70,12 @@ def memory_nbytes() -> int | None:
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with_parent() -> None:
+    """On Linux, have this process killed when the thread that started it ends, also if its parent is killed."""
+    if _IS_LINUX:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start_writeback(fd: int, begin: int, nbytes: int) -> None:

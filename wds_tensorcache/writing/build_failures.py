@@ -46,10 +46,11 @@ class Failure:
 
     @staticmethod
     def of(item: int, key: str, exc: BaseException) -> Failure:
-        frames = traceback.extract_tb(exc.__traceback__)
+        raised = traceback.TracebackException.from_exception(exc)  # its text never raises, unlike str(exc)
+        frames = raised.stack
         frame = next((frame for frame in reversed(frames) if not _IS_LIBRARY(frame.filename)), frames[-1])
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-        return Failure(item, key, type(exc).__name__, str(exc)[:_MAX_TEXT], where[:_MAX_TEXT])
+        return Failure(item, key, type(exc).__name__, str(raised)[:_MAX_TEXT], where[:_MAX_TEXT])
 
     @property
     def place(self) -> str:
@@ -168,6 +169,8 @@ def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Fa
 
 def _parse(content: bytes, path: str) -> Iterator[Failure]:
     for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
             failure = Failure(**record | {"key": record["key"] or ""})

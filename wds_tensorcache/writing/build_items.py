@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -22,10 +24,13 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.member_shard import MemberSample
 from wds_tensorcache.shards.names import check_key
+from wds_tensorcache.storage.system import end_with_parent
 from wds_tensorcache.writing.build_failures import Failure
 from wds_tensorcache.writing.item_digest import digest_item
 
-NO_ITEMS = "the source has no items"
+NO_ITEMS = (
+    "the source has no items: expected at least one; an iterator that was read before is at its end, so pass a new one"
+)
 NUM_COMPARED = 64
 
 
@@ -136,16 +141,45 @@ class Items(Dataset[Item]):
                         raise ValueError(f"{fault}, unlike the items before it: pass keys=")
                     has_key = _has_key(item.value)
                     self.are_numbered = not has_key
-            if has_key and not self._is_fixed:  # the numbers are not the keys of the items that could not be read
+            if self._keys is None and not self._is_fixed and has_key is not False:
+                # no number is known to be the key of an item that could not be read
                 batch = [item if item.failure is None else replace(item, key="") for item in batch]
             yield batch
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
         num_workers = min(len(numbers), self._num_workers) if num_workers is None else num_workers
         for batch in DataLoader(
-            self, batch_size=self.batch_size, sampler=numbers, num_workers=num_workers, collate_fn=list
+            self,
+            batch_size=self.batch_size,
+            sampler=numbers,
+            num_workers=num_workers,
+            collate_fn=self._pickle if num_workers else list,
+            worker_init_fn=_begin_worker,
         ):
-            yield from batch
+            yield from map(self._unpickle, batch) if num_workers else batch
+
+    def _pickle(self, items: list[Item]) -> list[tuple[int, bytes]]:
+        """Pickle the items of a batch in a worker process.
+
+        DataLoader would pickle them in a background thread, which drops a batch that cannot be pickled.
+        """
+        pickled = []
+        for item in items:
+            try:
+                with _add_note_of_item(item.number):
+                    pickled.append((item.number, bytes(ForkingPickler.dumps(item))))
+            except Exception as exc:
+                pickled.append((item.number, bytes(ForkingPickler.dumps(self._failed(item.number, exc)))))
+        return pickled
+
+    def _unpickle(self, pickled: tuple[int, bytes]) -> Item:
+        number, content = pickled
+        try:
+            with _add_note_of_item(number):
+                item: Item = pickle.loads(content)  # noqa: S301 (a worker of this process wrote it)
+            return item
+        except Exception as exc:
+            return self._failed(number, exc)
 
     def __getitems__(self, numbers: list[int]) -> list[Item]:  # for DataLoader, in any process
         items = copy.copy(self)
@@ -311,6 +345,10 @@ def _open_without_cache(paths: list[Any]) -> TensorCache:
         remedy = "pass tc.open(…) of the list, to make a new cache of their samples without their other members"
         raise ValueError(f"{path} has a cache already; {remedy}")
     return cache
+
+
+def _begin_worker(number: int) -> None:
+    end_with_parent()  # Hazard: a worker with items that nobody receives any more would wait for ever
 
 
 def _has_key(value: Any) -> bool:
