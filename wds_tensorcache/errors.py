@@ -147,9 +147,9 @@ class BuildError(TensorCacheError, RuntimeError):
     """Items that failed in `build(…, on_error="record")`; the samples of all other items are on disk.
 
     Attributes:
-        failures: Key and text of each failure, in the order of the items. The key is None if only the item itself tells its
-            key, and the item could not be read. The text contains the number of the item, the exception, and the last
-            line of the caller's code in its traceback.
+        failures: Key and text of each failure, in the order of the items. The key is None if it depends on the item, and
+            the item could not be read. The text contains the number of the item, the exception, and the last line of the
+            caller's code in its traceback.
     """
 
     failures: tuple[tuple[str | None, str], ...] = ()

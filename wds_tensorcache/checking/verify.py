@@ -264,7 +264,7 @@ class _Manifest:
         counts, listed = self._caches.get(entry.url), self._fingerprints.get(entry.url)
         if entry.nbytes != checked.nbytes:
             differ(f"has {checked.nbytes} bytes", entry.nbytes)
-        if checked.is_broken:  # without an index, the manifest alone tells how many samples a cut has removed
+        if checked.is_broken:  # without an index, the manifest alone shows how many samples a cut has removed
             checked.report.num_lost = max(checked.report.num_lost, entry.num_samples - num_samples)
         if entry.num_samples != num_samples:
             differ(f"has {format_count(num_samples, 'sample')}", entry.num_samples)

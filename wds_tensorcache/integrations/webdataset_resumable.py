@@ -78,7 +78,7 @@ class ResumablePipeline(IterableDataset[Any]):
         steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` takes the full batches of
             the rank with the fewest samples in epoch 0, `"longest"` as many batches as the rank with the most samples fills
             or begins; a manifest must list the samples. The workers of a rank share its steps. A worker with too few samples
-            passes its shards to the stages again; one with more leaves out the rest of the epoch, and `DataLoader` workers
+            passes its shards to the stages again. A worker with more leaves out the rest of the epoch, and `DataLoader` workers
             without shards have no steps. Each worker warns once that samples are repeated or left out.
         collate: Function of a list of items that returns a batch.
         shuffle: True for a new order of the shards in each epoch.
@@ -184,7 +184,7 @@ class ResumablePipeline(IterableDataset[Any]):
     def __len__(self) -> int:
         """Return the number of batches of this rank in an epoch; raise TypeError without `steps`."""
         if self._steps is None:
-            raise TypeError("a stream has no length without steps=")
+            raise TypeError("a stream has no length without steps=; pass batch_size= and steps=")
         return self._steps
 
     def __bool__(self) -> bool:
@@ -290,7 +290,7 @@ class ResumablePipeline(IterableDataset[Any]):
                 done, num_passes = {}, num_passes + 1
         if iteration == self._iteration:
             self._is_over = True
-            self._tell(share)
+            self._warn_of_epoch(share)
 
     def _finish(self, batch: list[tuple[Any, list[tuple[int, int]], dict[int, _Done], bool]]) -> Any:
         """Mark the samples of a batch as done, empty it, and return its items."""
@@ -325,17 +325,17 @@ class ResumablePipeline(IterableDataset[Any]):
         before, total = sum(totals[:worker]), max(1, sum(totals))
         return self._steps * (before + totals[worker]) // total - self._steps * before // total
 
-    def _tell(self, share: int | None) -> None:
+    def _warn_of_epoch(self, share: int | None) -> None:
         """Warn if samples of the epoch were repeated or left out, once for each worker."""
         worker, _ = _find_worker()
-        has_told = self._epochs.has_told
-        if share is None or has_told[worker % _NUM_WORKERS]:
+        has_warned = self._epochs.has_warned
+        if share is None or has_warned[worker % _NUM_WORKERS]:
             return
         *_, num_used, num_repeated = self._progress
         num_left_out = self.num_left_out
         if not num_repeated and num_left_out == 0:
             return
-        has_told[worker % _NUM_WORKERS] = True
+        has_warned[worker % _NUM_WORKERS] = True
         rest = (
             "an unknown number were left out, because no manifest lists them"
             if num_left_out is None
@@ -482,7 +482,7 @@ class _SharedEpochs:
     No lock is needed, because all workers of an iteration write the same value into the same cell.
 
     Attributes:
-        has_told: For each worker, whether it has warned of samples that are repeated or left out.
+        has_warned: For each worker, whether it has warned of samples that are repeated or left out.
 
     Threads/fork/pickle: forked and spawned processes share the cells; a copy by `pickle` or `deepcopy` is independent.
     """
@@ -491,12 +491,12 @@ class _SharedEpochs:
         # a cell for each recent iteration: its epoch + 1, and its key, which is 0 for an iteration in the main process; then a
         # cell for each worker: its last epoch + 1
         self._cells = torch.zeros(_NUM_RECENT + _NUM_WORKERS, dtype=torch.int64)
-        self.has_told = torch.zeros(_NUM_WORKERS, dtype=torch.bool)
+        self.has_warned = torch.zeros(_NUM_WORKERS, dtype=torch.bool)
         self.__setstate__({})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for cells in (self._cells, self.has_told):
+        for cells in (self._cells, self.has_warned):
             cells.share_memory_()  # type: ignore[no-untyped-call]  # no change if they are shared
 
     def begin(self, info: Any, turn: int, epoch: int | None = None) -> int:

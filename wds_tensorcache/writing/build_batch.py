@@ -119,7 +119,8 @@ def compute(
                     try:
                         submit([(job.items.read_again(item), True) for item, _ in part] if at else part)
                     except Exception as exc:
-                        if failed or not records:  # the writer has failed, perhaps
+                        # Hazard: an error of the writer is no failure of the item.
+                        if failed or not records:
                             raise
                         if len(part) > 1:
                             parts += [[target] for target in part if target[1]]
@@ -185,7 +186,9 @@ def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
             values = values.to(torch.complex64 if dtype.is_complex else torch.float32)
         if num_bad := len(values) - int(torch.isfinite(values).sum()):
             fault = f"tensor {name!r} has {num_bad:,} values of {len(values):,} that are NaN or infinite"
-            raise ValueError(f"sample {key!r}: {fault}; correct fn, or leave out the item, as on_error='record' does")
+            raise ValueError(
+                f"sample {key!r}: {fault}; correct fn, or pass on_error='record', which leaves out the item"
+            )
 
 
 class _TensorKinds:

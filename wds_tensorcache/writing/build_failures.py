@@ -31,7 +31,7 @@ class Failure:
 
     Attributes:
         item: Number of the item in the source.
-        key: Key of its sample; `""` if only the item itself tells it, and the item could not be read.
+        key: Key of its sample; `""` if it depends on the item, and the item could not be read.
         error: Name of the exception's class.
         text: Message of the exception, at most 1,000 characters.
         frame: Last frame of the traceback that is outside installed packages and the standard library, or else the last one:
@@ -85,7 +85,9 @@ class Failures:
         # also after a kill while the file was written for the first time
         self._has_file = any(self.name in name for name in names)
         # ranks of another world size cannot run now
-        self._others = [name for name in names if (match := _NAME(name)) and int(match[1] or 1) != world_size]
+        self._files_of_other_sizes = [
+            name for name in names if (match := _NAME(name)) and int(match[1] or 1) != world_size
+        ]
         self.earlier = {failure.item: failure for failure in list_failures(folder, names) if self._is_own(failure.item)}
         self.new: dict[int, Failure] = {}
         self.reached = -1
@@ -104,7 +106,7 @@ class Failures:
         """Write the file; `is_complete` says that this call has tried all items, so no earlier failure counts any more."""
         if is_complete:
             self.earlier.clear()
-            for name in self._others:
+            for name in self._files_of_other_sizes:
                 self._change(name, partial(self._drop_own, name))
         if self.new or self._has_file:
             self._write()

@@ -39,7 +39,7 @@ class Item:
     """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished.
 
     `origin` is the result of `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
-    `failure` describes the error of an item that could not be read. Its key is `""` if only the item itself tells its key.
+    `failure` describes the error of an item that could not be read. Its key is `""` if it depends on the item.
     `members` are written beside the cache, by extension.
     """
 

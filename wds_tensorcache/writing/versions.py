@@ -125,7 +125,7 @@ def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
             if has_entries(out):
                 raise FileExistsError(f"{out}: another call has written this version since this one started")
             changes, failures = _compute(job, old, pattern, keys)
-            # a call before may have computed a sample of such an item, perhaps before the item changed
+            # an earlier call may have computed such a sample, before its item changed
             failed = {failure.key for failure in failures.new.values()}
             changes = {place: None if key in failed else key for place, key in changes.items()}
             with closing(WriterLock(pattern)):  # from here on, no rank may add samples
@@ -191,7 +191,7 @@ def _stale(
     for batch in items.batches(lambda key: not reads_all and key in old.shards):
         for item in each_once(batch, keys, old.shards.stored_key):
             places, newest = old.shards.find(item.key), computed.find(item.key)[-1:]
-            # nothing shows whether an item that cannot be read has changed
+            # it is unknown whether an unreadable item has changed
             right = None if item.failure is not None else comparison.find_right(item, places)
             if places:  # if several samples have this key, keep one of them
                 changes |= dict.fromkeys(places)
