@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -511,6 +512,12 @@ def test_finite_of_every_dtype(tmp_path: Path, name: str) -> None:
 
     def fn(items: list[Any]) -> Any:
         others = {"i": torch.arange(3), "b": torch.ones(2, dtype=torch.bool), "text": np.array(["nan"])}
+        others |= {
+            "empty": torch.empty(0, 3).to(dtype),
+            "array": np.empty((2, 0)),
+            "value": math.nan,
+            "number": np.float32("nan"),
+        }
         return [others | {"a": {"b": [fine, bad if item == 2 else fine]}} for item in items]
 
     with pytest.raises(ValueError, match=r"sample '000000002': tensor 'a\.b\.1' has 2 values of 6 that are NaN"):

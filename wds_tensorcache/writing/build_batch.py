@@ -178,8 +178,8 @@ def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
             continue  # text and times
         dtype, _ = true_dtype("tensor", tensor.true.stored, tensor.true.attribute)
         assert isinstance(dtype, torch.dtype)
-        if not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype):
-            continue
+        if not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype) or not len(tensor.flat):
+            continue  # torch cannot view no bytes as another dtype
         values = torch.from_numpy(np.array(tensor.flat)).view(dtype)
         if dtype.itemsize == 1 or dtype is torch.complex32:  # torch has no `isfinite` of these
             values = values.to(torch.complex64 if dtype.is_complex else torch.float32)
