@@ -253,6 +253,27 @@ def test_refused_shards(stock: Path, tmp_path: Path) -> None:
         build([stock / "train-00.tar", tmp_path / "out" / "000000.tar"], tmp_path / "again")
 
 
+def test_shards_with_a_cache_and_members(stock: Path, tmp_path: Path) -> None:
+    """The members would be lost, so they must be left out on purpose."""
+    added = build(tc.open(stock), tmp_path / "added", digest=digest)
+    for source in (added, added[:3], tc.join([added])):
+        message = r"samples of the source have a cache, and other members.*'json', 'x.1.bin'.*; pass torch\."
+        with pytest.raises(ValueError, match=message):
+            build(source, tmp_path / "again", lambda samples: samples)
+    assert not (tmp_path / "again").exists()
+
+    def encode_more(samples: list[Any]) -> list[Any]:
+        return [{"more": sample["latent"].load() + 1} for sample in samples]
+
+    subset = torch.utils.data.Subset(added, range(COUNT))
+    more = build(subset, tmp_path / "more", encode_more, keys=added.keys(), digest=str)
+    assert more.members == {"digest.txt": COUNT}
+    both = tc.join([added, more])
+    assert both.read_members([7], "json") == added.read_members([7], "json")
+    assert both[7]["more"].tolist() == [8, 8, 8]
+    assert len(build(more, tmp_path / "last", lambda samples: samples)) == COUNT  # no other members than the digest
+
+
 def test_samples_that_overlap(tmp_path: Path) -> None:
     """Each sample of a forged index could span the shard, so that reading all samples would take quadratic time."""
     with tc.ShardWriter(tmp_path / "0.tar", manifest=False, dali_index=False, fsync=False) as sink:

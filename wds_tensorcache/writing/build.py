@@ -10,9 +10,9 @@ from itertools import chain
 from typing import Any, Literal
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.errors import FormatError, StaleCacheError
+from wds_tensorcache.errors import FormatError, StaleCacheError, list_names
 from wds_tensorcache.ranks import find_rank
-from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
@@ -123,8 +123,9 @@ def build(
             has a name that the cache needs.
         ValueError: `fn` returned fewer or more samples than items, or None for an item. Two items have the same key, or the
             source is empty. `out` contains shards with other names. `reuse` is the same folder as `out`, or has named caches or
-            samples without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different
-            items or batch sizes. Or several ranks have `footer=False` or the path of a single shard.
+            samples without a cache. A list of paths names shards that have a cache. `source` is a cache whose samples have
+            other members. Two ranks have the same key, different items or batch sizes. Or several ranks have `footer=False` or
+            the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
@@ -156,6 +157,7 @@ def build(
         raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if world_size > 1 and not options.get("footer", True):
         raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
+    _refuse_members(source)
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size, records=on_error == "record")
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
@@ -185,6 +187,17 @@ def build(
             failures.report(allow_failures, f"build a new version in another folder, with reuse={folder!r}")
     cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
     return cache
+
+
+def _refuse_members(source: Any) -> None:
+    """Raise ValueError if samples of a cache have other members, which are copied only from shards without a cache."""
+    names = [name for name in source.members if name != DIGEST] if isinstance(source, Cache) else []
+    if names and not (isinstance(source, TensorCache) and not source._store.shards[0].has_cache):
+        fault = (
+            f"samples of the source have a cache, and other members, which a new cache would lack: {list_names(names)}"
+        )
+        remedy = "pass torch.utils.data.Subset(cache, range(len(cache))) and keys=cache.keys() to build without them"
+        raise ValueError(f"{fault}; {remedy}, and read both caches with tc.join")
 
 
 def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:

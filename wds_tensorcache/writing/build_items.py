@@ -308,8 +308,7 @@ def _open_without_cache(paths: list[Any]) -> TensorCache:
     if any(shard.has_cache for shard in cache._store.shards):
         path = max(cache._store.shards, key=len).path
         cache.close()
-        remedy = "pass tc.open(…) of the list, to make a new cache of their samples without their other members"
-        raise ValueError(f"{path} has a cache already; {remedy}")
+        raise ValueError(f"{path} has a cache already; pass tc.open(…) of the list to make a new cache of its samples")
     return cache
 
 
