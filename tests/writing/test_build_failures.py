@@ -392,6 +392,37 @@ def test_a_version(tmp_path: Path) -> None:
     assert listed(tmp_path / "v3") == []
 
 
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
+def test_a_version_of_an_item_that_can_no_longer_be_read(tmp_path: Path, by_position: bool) -> None:
+    """A call has computed its sample, but the item may have changed again since then."""
+
+    class Values(Dataset[Any]):
+        def __init__(self) -> None:
+            self.values: list[Any] = list(range(COUNT))
+
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, i: int) -> int:
+            return int(self.values[i])
+
+    def fn(items: list[int]) -> Any:
+        return [{"x": torch.tensor([item * 2.0])} for item in items]
+
+    source = Values()
+    options: dict[str, Any] = {} if by_position else {"digest": str, "keys": [f"{i:09d}" for i in range(COUNT)]}
+    build(source, tmp_path / "v1", fn, **options).close()
+    options["reuse"] = tmp_path / "v1"
+    source.values[3], source.values[9] = 103, "broken"
+    assert [key for key, _ in build_broken(source, tmp_path / "v2", fn, **options).failures] == ["000000009"]
+    source.values[3], source.values[9] = "broken", 9
+    assert [key for key, _ in build_broken(source, tmp_path / "v2", fn, **options).failures] == ["000000003"]
+    build(source, tmp_path / "v2", fn, **options, allow_failures=True).close()
+    check(tmp_path / "v2", {f"{i:09d}": i for i in range(COUNT) if i != 3})
+    assert items_of(listed(tmp_path / "v2")) == [3]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupts_are_no_failures(tmp_path: Path, error: type[BaseException]) -> None:
     """What was listed before stays listed, unless it has been corrected and tried again."""
