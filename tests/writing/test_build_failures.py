@@ -338,6 +338,37 @@ def test_a_finished_item_that_cannot_be_read(tmp_path: Path) -> None:
     check(out, {f"n{i:04d}": i for i in range(COUNT)})
 
 
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_finished_item_that_cannot_be_compared(tmp_path: Path, by_position: bool) -> None:
+    """Its sample stays, with one warning: the item may have changed."""
+    texts, out = Texts(tmp_path / "texts", broken=()), tmp_path / "out"
+
+    class Numbers(Texts):
+        def __getitem__(self, i: int) -> Any:
+            return torch.tensor(super().__getitem__(i)["value"])
+
+    if by_position:
+        texts = Numbers(tmp_path / "texts", broken=())
+    options = {} if by_position else {"digest": str, "keys": [path.stem for path in texts.paths]}
+
+    def fn(items: list[Any]) -> Any:
+        return [{"x": torch.tensor([2.0 * int(item if by_position else item["value"])])} for item in items]
+
+    build(texts, out, fn, **options).close()
+    for i in (3, 9):
+        texts.write(i, "broken")
+    key = f"{3:09d}" if by_position else "n0003"
+    with pytest.warns(UserWarning) as caught:
+        assert len(build(texts, out, fn, **options)) == COUNT
+    (warning,) = caught
+    for text in (
+        "2 items with a sample in ",
+        "out' cannot be read",
+        f"the first is item 3 (key '{key}'): ValueError: ",
+    ):
+        assert text in str(warning.message)
+
+
 def test_another_batch_size_on_ranks(tmp_path: Path) -> None:
     """If all items but the failed ones have samples, it does not matter which rank has made them."""
     texts, out = Texts(tmp_path / "texts", broken=(5,)), tmp_path / "out"
