@@ -358,7 +358,7 @@ def test_a_finished_item_that_cannot_be_compared(tmp_path: Path, by_position: bo
     for i in (3, 9):
         texts.write(i, "broken")
     key = f"{3:09d}" if by_position else "n0003"
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="cannot be read") as caught:
         assert len(build(texts, out, fn, **options)) == COUNT
     (warning,) = caught
     for text in (
