@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.kills import compare
 from tests.remote.servers.http_server import HttpServer
 from tests.shards.footers import forge
 from tests.shards.tars import build as build_tar
+from tests.shards.tars import build_with_tarfile, special
 
 COUNT = 23
 KEYS = [f"part.{i % 3}/sub/{i:03d}" for i in range(COUNT)]
@@ -208,6 +210,22 @@ def test_names_in_a_tar(tmp_path: Path) -> None:
     cache = build([path], tmp_path / "out", lambda samples: [{"x": 1} for _ in samples])
     assert (list(cache.keys()), cache.members) == (["a", "b", "dir.v1/c"], {"jpg": 1, "txt": 2})
     assert cache.read_members([0], "jpg") == [b"1"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_in_a_tar(tmp_path: Path, kind: bytes) -> None:
+    """GNU tar writes hard links for files that are one. As with webdataset, their members are lost, but not in silence."""
+    links = [special(name, kind, linkname="a.txt") for name in ("b.txt", "c.txt", "README")]
+    (tmp_path / "0.tar").write_bytes(build_with_tarfile([("a.txt", b"1"), ("b.cls", b"2"), *links]))
+    tar(tmp_path / "1.tar", "d.txt")
+    with pytest.warns(
+        UserWarning, match=r"0\.tar: links .*not followed: 'b.txt', 'c.txt'; make the tar anew"
+    ) as caught:
+        cache = build([tmp_path / "0.tar", tmp_path / "1.tar"], tmp_path / "out", lambda samples: [{}] * len(samples))
+    assert len(caught) == 1
+    assert (list(cache.keys()), cache.members) == (["a", "b", "d"], {"cls": 1, "txt": 2})
+    with pytest.warns(UserWarning, match=r"0\.tar: links to other files are not followed"):
+        tc.write_index(tmp_path / "0.tar")
 
 
 @pytest.mark.parametrize(
