@@ -524,8 +524,8 @@ def test_all_items_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_error": "skip"}, "on_error='skip'.* expected 'raise' or 'record'"),
-        ({"check": "nan"}, "check='nan'.* None or 'finite'"),
+        ({"on_error": "skip"}, "^on_error='skip': expected 'raise' or 'record'$"),
+        ({"check": "nan"}, "^check='nan': expected None or 'finite'$"),
         ({"on_error": "raise", "allow_failures": True}, "pass on_error='record'"),
     ],
 )

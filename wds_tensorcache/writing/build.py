@@ -145,8 +145,10 @@ def build(
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
     if reuse is not None:
         check_local(out, "a version that is built with reuse=")
-    if on_error not in ("raise", "record") or check not in (None, "finite"):
-        raise ValueError(f"{on_error=!r:.100}, {check=!r:.100}: expected 'raise' or 'record', and None or 'finite'")
+    if on_error not in ("raise", "record"):
+        raise ValueError(f"{on_error=!r:.100}: expected 'raise' or 'record'")
+    if check not in (None, "finite"):
+        raise ValueError(f"{check=!r:.100}: expected None or 'finite'")
     if allow_failures and on_error == "raise":
         raise ValueError(
             "allow_failures=True with on_error='raise', which ends at the first error; pass on_error='record'"

@@ -86,7 +86,9 @@ class Items(Dataset[Item]):
         if isinstance(items, (Mapping, DataLoader, str, bytes)) or not (is_map or isinstance(items, Iterable)):
             remedy = "pass a dataset or list with a length and [i], or an iterable of items; build makes the batches"
             if isinstance(items, str):
-                remedy = "pass tc.open(…) of shards, or a dataset or list of items"
+                remedy = (
+                    "pass tc.open(…) of shards, a list of their paths, which end in .tar, or a dataset or list of items"
+                )
             raise TypeError(f"a {kind} cannot be a dataset of items; {remedy}")
         if not is_map and num_workers:
             raise ValueError(f"{kind} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
