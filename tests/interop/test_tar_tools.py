@@ -112,6 +112,7 @@ def dotted_shard(large_shard: str, gnu_tar: str, tmp_path: Path) -> str:
 KEYS = ["sub/000", "sub/001", "sub/002"]
 
 
+@pytest.mark.filterwarnings("ignore:tc.build. samples of the source have a cache, and other members")
 def test_keys_have_no_leading_dot(dotted_shard: str, tmp_path: Path) -> None:
     """`tar -c .` puts `./` before each name: indexed or not, as a stream or in a new cache, a key is the plain path."""
     for _ in range(2):

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.kills import compare
 from tests.remote.servers.http_server import HttpServer
 from tests.shards.footers import forge
 from tests.shards.tars import build as build_tar
+from tests.shards.tars import build_with_tarfile, special
 
 COUNT = 23
 KEYS = [f"part.{i % 3}/sub/{i:03d}" for i in range(COUNT)]
@@ -210,6 +212,22 @@ def test_names_in_a_tar(tmp_path: Path) -> None:
     assert cache.read_members([0], "jpg") == [b"1"]
 
 
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_in_a_tar(tmp_path: Path, kind: bytes) -> None:
+    """GNU tar writes hard links for files that are one. As with webdataset, their members are lost, but not in silence."""
+    links = [special(name, kind, linkname="a.txt") for name in ("b.txt", "c.txt", "README")]
+    (tmp_path / "0.tar").write_bytes(build_with_tarfile([("a.txt", b"1"), ("b.cls", b"2"), *links]))
+    tar(tmp_path / "1.tar", "d.txt")
+    with pytest.warns(
+        UserWarning, match=r"0\.tar: links .*not followed: 'b.txt', 'c.txt'; make the tar anew"
+    ) as caught:
+        cache = build([tmp_path / "0.tar", tmp_path / "1.tar"], tmp_path / "out", lambda samples: [{}] * len(samples))
+    assert len(caught) == 1
+    assert (list(cache.keys()), cache.members) == (["a", "b", "d"], {"cls": 1, "txt": 2})
+    with pytest.warns(UserWarning, match=r"0\.tar: links to other files are not followed"):
+        tc.write_index(tmp_path / "0.tar")
+
+
 @pytest.mark.parametrize(
     ("names", "options", "error", "message"),
     [
@@ -251,6 +269,25 @@ def test_refused_shards(stock: Path, tmp_path: Path) -> None:
     build(tc.open(stock), tmp_path / "out").close()
     with pytest.raises(ValueError, match=r"out/000000\.tar has a cache already; pass tc\.open"):
         build([stock / "train-00.tar", tmp_path / "out" / "000000.tar"], tmp_path / "again")
+
+
+def test_shards_with_a_cache_and_members(stock: Path, tmp_path: Path) -> None:
+    """A new cache of their samples lacks the other members, and says so."""
+    added = build(tc.open(stock), tmp_path / "added", digest=digest)
+
+    def encode_more(samples: list[Any]) -> list[Any]:
+        return [{"more": sample["latent"].load() + 1} for sample in samples]
+
+    for at, source in enumerate((added[:3], tc.join([added]), added)):
+        with pytest.warns(
+            UserWarning, match=r"members, which the new cache lacks: .*'json', 'x.1.bin'.*; tc\.join of both"
+        ):
+            more = build(source, tmp_path / f"more{at}", encode_more, digest=str)
+        assert more.members == {"digest.txt": len(source)}
+    both = tc.join([added, more])
+    assert both.read_members([7], "json") == added.read_members([7], "json")
+    assert both[7]["more"].tolist() == [8, 8, 8]
+    assert len(build(more, tmp_path / "last", lambda samples: samples)) == COUNT  # no other members than the digest
 
 
 def test_samples_that_overlap(tmp_path: Path) -> None:

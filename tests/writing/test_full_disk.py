@@ -88,6 +88,17 @@ def test_while_a_cache_is_built(tmp_path: Path, at: int, limit: int) -> None:
     compare(tmp_path / "x", tmp_path / "whole")
 
 
+def test_the_error_names_the_file(tmp_path: Path) -> None:
+    build(Numbers(), tmp_path, footer=False).close()
+
+    def work() -> None:
+        fill(10)
+        with pytest.raises(OSError, match=r"\[Errno 27\] File too large: '.*/000000\.tar\.index'$"):
+            tc.write_index(tmp_path / "000000.tar")
+
+    assert run_in_child(work) == 0
+
+
 @pytest.mark.parametrize("limit", [0, 10, 100, 300, 1_000, 3_000])
 def test_everything_else(tmp_path: Path, limit: int) -> None:
     build(Numbers(), tmp_path / "x", footer=False).close()

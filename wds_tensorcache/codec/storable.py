@@ -129,8 +129,10 @@ def _why_not_tensor(tensor: torch.Tensor) -> str | None:
         return "a nested tensor cannot be stored, because its rows have several shapes; store list(x.unbind())"
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return f"tensor subclass {type(tensor).__name__} cannot be stored; store x.as_subclass(torch.Tensor)"
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
-        return "a sparse, meta or quantized tensor cannot be stored; store its dense parts, such as x.to_dense()"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout} cannot be stored; store x.to_dense(), or its indices and values"
+    if tensor.is_meta or tensor.is_quantized:
+        return "a meta or quantized tensor cannot be stored; store a plain one, such as x.dequantize()"
     if any(getattr(tensor, "names", ())):  # removed from newer torch releases
         return "a named tensor cannot be stored; store x.rename(None) and x.names"
     if tensor.dtype not in TORCH_TRUE:

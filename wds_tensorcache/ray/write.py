@@ -27,6 +27,7 @@ from wds_tensorcache.storage.urls import is_url, join_url, shown
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
+_OWN_ARGS = "args_before_ray"  # the attribute of an error of a task that keeps its message
 _OWN = ("pattern", "manifest", "footer", "overwrite", "resume", "allow", "fingerprint", "max_samples")
 WRITER_OPTIONS = [name for name in inspect.signature(ShardWriter).parameters if name not in _OWN]
 
@@ -107,9 +108,11 @@ def write_ray(
         try:
             ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
         except RayTaskError as exc:
-            # the text of Ray's error is the traceback of the task, in which the message comes last
-            if isinstance(exc.cause, (TensorCacheError, KeyError)):
-                raise exc.cause from exc
+            # the text of Ray's error is the traceback of the task, and Ray appends its own lines to the message of the cause
+            cause: Any = exc.cause
+            if isinstance(cause, TensorCacheError) or _OWN_ARGS in vars(cause):
+                cause.args = vars(cause).pop(_OWN_ARGS, cause.args)
+                raise cause from None
             raise
         commit(job, sink.names)
     return open_output(path, described, allow)
@@ -165,10 +168,14 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
     try:
         with sink:
             for block in blocks:
-                for key, sample, members in samples_of_block(
-                    block, job.key, job.options["fingerprint"] is not None, job.options["allow"]
-                ):
-                    sink.write(key, sample, **members)
+                try:
+                    for key, sample, members in samples_of_block(
+                        block, job.key, job.options["fingerprint"] is not None, job.options["allow"]
+                    ):
+                        sink.write(key, sample, **members)
+                except (TensorCacheError, KeyError) as exc:
+                    vars(exc)[_OWN_ARGS] = exc.args
+                    raise
                 _check_running(job)
         _check_running(job)
     except BaseException:

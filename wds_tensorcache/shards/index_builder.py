@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Further, Layout, form_of, is_bound, parse_header
 from wds_tensorcache.codec.sample import check_binding, list_references
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
 from wds_tensorcache.shards.index import CacheColumns, LayoutTable, MemberColumns, Origins, ShardIndex, narrow
 from wds_tensorcache.shards.key_table import Keys
 from wds_tensorcache.shards.names import APART, find_half, split_member
@@ -130,11 +132,11 @@ class IndexBuilder:
         )
 
 
-def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
+def scan_shard(read: Callable[[int, int], bytes], nbytes: int, path: str = "") -> ShardIndex:
     """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
 
-    The pass also looks for a tar header after the end of the archive. Raises FormatError if the file breaks a rule of
-    FORMAT.md.
+    The pass also looks for a tar header after the end of the archive. With `path`, links in the tar cause a warning. Raises
+    FormatError if the file breaks a rule of FORMAT.md.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()
@@ -158,6 +160,9 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex:
         members[suffix] = begin, size
     if key is not None:
         _add(builder, scanner, key, members)
+    if path and (links := list(filter(split_member, scanner.links))):
+        fault = f"{path}: links to other files are not followed: {list_names(links)}"
+        warnings.warn(f"{fault}; make the tar anew with `tar -h --hard-dereference`", stacklevel=user_level())
     return replace(builder.finish(scanner.end), hidden=find_header(read, scanner.end, nbytes))
 
 

@@ -54,7 +54,7 @@ def scan(file: File) -> ShardIndex:
 
     try:
         with file.read_through() as read:
-            return scan_shard(read, file.nbytes)
+            return scan_shard(read, file.nbytes, file.path)
     except TensorCacheError as exc:
         raise exc.at(file.path) from exc
 

@@ -63,7 +63,9 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
             raise
         write_atomically(path, parts, fsync)
         return
-    except BaseException:
+    except BaseException as exc:
+        if isinstance(exc, OSError) and exc.errno and exc.filename is None:  # as for a full disk
+            exc.filename = path
         with contextlib.suppress(OSError):  # the next writer deletes it
             os.remove(temporary)
         raise

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
 from typing import Any, Literal
 
-from wds_tensorcache.arguments import check_options
-from wds_tensorcache.errors import FormatError, StaleCacheError
+from wds_tensorcache.arguments import check_options, user_level
+from wds_tensorcache.errors import FormatError, StaleCacheError, list_names
 from wds_tensorcache.ranks import find_rank
-from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_same
@@ -144,8 +145,10 @@ def build(
         raise ValueError("footer=False, manifest=False: the fingerprint needs one of the two to be stored in")
     if reuse is not None:
         check_local(out, "a version that is built with reuse=")
-    if on_error not in ("raise", "record") or check not in (None, "finite"):
-        raise ValueError(f"{on_error=!r:.100}, {check=!r:.100}: expected 'raise' or 'record', and None or 'finite'")
+    if on_error not in ("raise", "record"):
+        raise ValueError(f"{on_error=!r:.100}: expected 'raise' or 'record'")
+    if check not in (None, "finite"):
+        raise ValueError(f"{check=!r:.100}: expected None or 'finite'")
     if allow_failures and on_error == "raise":
         raise ValueError(
             "allow_failures=True with on_error='raise', which ends at the first error; pass on_error='record'"
@@ -156,6 +159,7 @@ def build(
         raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if world_size > 1 and not options.get("footer", True):
         raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
+    _warn_of_members(source)
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size, records=on_error == "record")
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
     folder = pattern.folder or os.curdir
@@ -185,6 +189,16 @@ def build(
             failures.report(allow_failures, f"build a new version in another folder, with reuse={folder!r}")
     cache: TensorCache = open(folder, expect=fingerprint, allow=options.get("allow", ()))
     return cache
+
+
+def _warn_of_members(source: Any) -> None:
+    """Warn if samples of a cache have other members, which are copied only from shards without a cache."""
+    names = [name for name in source.members if name != DIGEST] if isinstance(source, Cache) else []
+    if names and not (isinstance(source, TensorCache) and not source._store.shards[0].has_cache):
+        problem = (
+            f"samples of the source have a cache, and other members, which the new cache lacks: {list_names(names)}"
+        )
+        warnings.warn(f"tc.build: {problem}; tc.join of both caches has them", stacklevel=user_level())
 
 
 def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:

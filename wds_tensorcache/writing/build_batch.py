@@ -21,7 +21,7 @@ from wds_tensorcache.codec.header import Form
 from wds_tensorcache.codec.reference import parse_reference
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import rebuild
-from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note
+from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note, format_count
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.packed_sample import PackedSample
@@ -179,8 +179,8 @@ def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
             continue  # text and times
         dtype, _ = true_dtype("tensor", tensor.true.stored, tensor.true.attribute)
         assert isinstance(dtype, torch.dtype)
-        if not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype):
-            continue
+        if not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype) or not len(tensor.flat):
+            continue  # torch cannot view no bytes as another dtype
         values = torch.from_numpy(np.array(tensor.flat)).view(dtype)
         if dtype.itemsize == 1 or dtype is torch.complex32:  # torch has no `isfinite` of these
             values = values.to(torch.complex64 if dtype.is_complex else torch.float32)
@@ -275,17 +275,18 @@ class Batch:
         return list(_rows(self._returned, self._count))
 
 
-def _check(value: Any, count: int, where: str = "what fn returned") -> None:
+def _check(value: Any, count: int, path: str = "") -> None:
     if isinstance(value, Mapping):
         for name, part in value.items():
-            _check(part, count, f"{where}[{name!r}]")
+            _check(part, count, f"{path}.{name}" if path else f"{name}")
         return
+    where = f" at {path!r:.100}" if path else ""
     if isinstance(value, tuple):
-        raise ValueError(f"{where} is a tuple; return a dict of tensors by name, or a list of samples")
+        raise ValueError(f"fn returned a tuple{where}; return a dict of tensors by name, or a list of samples")
     is_sequence = isinstance(value, list) or (isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim)
     if not is_sequence or len(value) != count:
-        fault = f"has {len(value)} rows" if is_sequence else f"is a {type(value).__name__} without rows"
-        raise ValueError(f"{where} {fault}, expected one row for each of {count} items")
+        rows = format_count(len(value), "row") if is_sequence else f"a {type(value).__name__} without rows"
+        raise ValueError(f"fn returned {rows}{where}, expected one row for each of {count} items")
 
 
 def _rows(value: Any, count: int) -> Any:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.errors import StaleCacheError
+from wds_tensorcache.errors import StaleCacheError, format_count
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.index import ShardIndex
+from wds_tensorcache.writing.build_failures import Failure
 from wds_tensorcache.writing.build_items import NUM_COMPARED, Item, Items, number_in, number_text
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.resume import FinishedShards
@@ -32,6 +33,7 @@ class Comparison:
         # whether the source returns other values each time it is read; None until the first changed item is read again
         self._is_random: bool | None = None
         self._unknown: list[int] = []  # numbers of items of this rank that cannot be compared
+        self._failures: list[Failure] = []  # of items with a sample that cannot be read
         self._num_compared = 0
         self._has_looked_ahead = self._has_warned = False
 
@@ -41,6 +43,8 @@ class Comparison:
         Digests are compared if both are known. Otherwise, the first place is returned.
         """
         items = self._items
+        if item.failure is not None and places and (items.has_digests or items.compares):
+            self._failures.append(item.failure)
         if item.digest is not None:
             text = item.digest.encode()
             right = next((place for place in places if self._finished.read_member(*place, DIGEST) == text), None)
@@ -108,6 +112,11 @@ class Comparison:
                 "is read, pass keys='position'"
             )
         self.warn()
+        if after is None and self._failures:
+            first = self._failures[0]
+            fault = f"{format_count(len(self._failures), 'item')} with a sample in {self._folder!r} cannot be read, so nothing"
+            message = f"tc.build: {fault} shows whether they have changed; the first is {first.place}: {first}"
+            warnings.warn(message, stacklevel=user_level())
 
     def _numbers(self) -> Iterator[int]:
         """Yield the item numbers in the keys of finished samples."""

@@ -91,7 +91,9 @@ class Items(Dataset[Item]):
         if isinstance(items, (Mapping, DataLoader, str, bytes)) or not (is_map or isinstance(items, Iterable)):
             remedy = "pass a dataset or list with a length and [i], or an iterable of items; build makes the batches"
             if isinstance(items, str):
-                remedy = "pass tc.open(…) of shards, or a dataset or list of items"
+                remedy = (
+                    "pass tc.open(…) of shards, a list of their paths, which end in .tar, or a dataset or list of items"
+                )
             raise TypeError(f"a {kind} cannot be a dataset of items; {remedy}")
         if not is_map and num_workers:
             raise ValueError(f"{kind} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
@@ -342,8 +344,7 @@ def _open_without_cache(paths: list[Any]) -> TensorCache:
     if any(shard.has_cache for shard in cache._store.shards):
         path = max(cache._store.shards, key=len).path
         cache.close()
-        remedy = "pass tc.open(…) of the list, to make a new cache of their samples without their other members"
-        raise ValueError(f"{path} has a cache already; {remedy}")
+        raise ValueError(f"{path} has a cache already; pass tc.open(…) of the list to make a new cache of its samples")
     return cache
 
 

@@ -191,15 +191,16 @@ def _stale(
     for batch in items.batches(lambda key: not reads_all and key in old.shards):
         for item in each_once(batch, keys, old.shards.stored_key):
             places, newest = old.shards.find(item.key), computed.find(item.key)[-1:]
-            # it is unknown whether an unreadable item has changed
-            right = None if item.failure is not None else comparison.find_right(item, places)
+            # it is unknown whether an unreadable item has changed, perhaps since a call that has computed its sample
+            is_read = item.failure is None
+            right = comparison.find_right(item, places) if is_read else None
             if places:  # if several samples have this key, keep one of them
                 changes |= dict.fromkeys(places)
                 if right is None:
                     changes[places[0]] = item.key
                 else:
                     del changes[right]
-            is_finished = right is not None or newer.find_right(item, newest) is not None
+            is_finished = right is not None or (is_read and newer.find_right(item, newest) is not None)
             job.bar.num_old += is_finished
             is_own = not newest or pattern.covers(os.path.basename(newest[0][0]))
             if right is None and (is_own or not is_finished):
