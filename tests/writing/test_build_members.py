@@ -264,7 +264,9 @@ def test_refused(tmp_path: Path, names: list[str], options: dict[str, Any], erro
 def test_refused_shards(stock: Path, tmp_path: Path) -> None:
     packed = tmp_path / "a.tar.gz"
     packed.write_bytes(b"\x1f\x8b\x08\0" + bytes(2000))
-    with pytest.raises(tc.FormatError, match="a.tar.gz: byte 0: gzip: a compressed tar cannot be indexed; unpack it with"):
+    with pytest.raises(
+        tc.FormatError, match="a.tar.gz: byte 0: gzip: a compressed tar cannot be indexed; unpack it with"
+    ):
         build([packed], tmp_path / "out")
     build(tc.open(stock), tmp_path / "out").close()
     with pytest.raises(ValueError, match=r"out/000000\.tar has a cache already; pass tc\.open"):
