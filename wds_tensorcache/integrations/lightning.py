@@ -68,9 +68,9 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         longest = max((loader for loader, _ in ours), key=len, default=None)
         if longest is None or len(longest) < trainer.num_training_batches:
             return  # Lightning counts the batches of another loader
-        if longest._sampler._continues and len(longest) > trainer.num_training_batches:
-            return  # Lightning's epochs begin anywhere in the epochs of the loader
         batches = trainer.fit_loop.epoch_loop.batch_progress
+        if longest._sampler._continues and len(longest) > trainer.num_training_batches and not batches.is_last_batch:
+            return  # Lightning's epochs begin anywhere in the epochs of the loader
         counts = batches.current
         used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left
         # after a checkpoint in a hook of a batch, `completed` is one less than the other counters
