@@ -302,6 +302,45 @@ def test_keys_that_look_like_positions(tmp_path: Path) -> None:
     check(out, {f"{count - 1 - i:09d}": i for i in range(1, count)})
 
 
+@pytest.mark.parametrize(
+    "broken", [(0,), (2,), (0, 1, 2, 3), tuple(range(12))], ids=["first", "middle", "batch", "all"]
+)
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["new", "resumed"])
+@pytest.mark.parametrize("has_key", [False, True], ids=["positions", "keys"])
+@pytest.mark.parametrize("kind", ["map", "workers", "digest", "iterable"])
+def test_items_that_cannot_be_read_are_always_listed(
+    tmp_path: Path, kind: str, has_key: bool, is_resumed: bool, broken: tuple[int, ...]
+) -> None:
+    """Also if the position of such an item is the key of a finished sample of another item."""
+    count, half = 12, range(6)
+
+    class Keyed(Texts):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            text = self.paths[i].read_text()
+            item = {"value": text if kind == "iterable" else int(text)}
+            return item | ({"__key__": f"{count - 1 - i:09d}"} if has_key else {})
+
+    def fn(items: list[dict[str, Any]]) -> Any:
+        return {"x": torch.tensor([[2.0 * int(item["value"])] for item in items])}
+
+    def source() -> Any:
+        return iter([texts[i] for i in range(count)]) if kind == "iterable" else texts
+
+    texts, out = Keyed(tmp_path / "texts", count, tuple(half)), tmp_path / "out"
+    options: dict[str, Any] = {"num_workers": 2 * (kind == "workers")}
+    if kind in ("digest", "iterable"):
+        options["digest"] = lambda item: str(int(item["value"]))
+    if is_resumed:
+        build_broken(source(), out, fn, **options)
+    for i in range(count):
+        texts.write(i, "broken" if i in broken else str(i))
+    assert len(build_broken(source(), out, fn, **options).failures) == len(broken)
+    assert items_of(listed(out)) == list(broken)
+    finished = {*range(count)} - {*broken} | {i for i in range(count) if is_resumed and i not in half}
+    if finished:
+        check(out, {f"{count - 1 - i if has_key else i:09d}": i for i in finished})
+
+
 def test_a_changed_item_that_fails_when_it_is_read_again(tmp_path: Path) -> None:
     """It does not count as an item that differs each time it is read."""
 

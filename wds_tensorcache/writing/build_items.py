@@ -58,8 +58,8 @@ class Items(Dataset[Item]):
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, number of the items so far.
         is_map: True for a map-style dataset, False for an iterable.
-        are_numbered: True if the keys of items are their numbers. It becomes False when the first item is read, if this item
-            has a `__key__`.
+        are_numbered: True if the keys of items are their numbers. It is False while all items have failed, unless the keys are
+            known without reading.
         compares: True if items are compared by `digest_item`. Their keys are numbers, so a key does not show that an item has
             moved.
     """
@@ -100,6 +100,7 @@ class Items(Dataset[Item]):
         self.batch_size = min(batch_size, sys.maxsize)  # which itertools can count
         self._num_workers, self.has_digests = num_workers, digest is not None
         self.are_numbered = keys is None
+        self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
         self.compares = keys is None and not self._is_fixed and digest is None
         self.rank, self.world_size = rank, world_size
         self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
@@ -127,17 +128,19 @@ class Items(Dataset[Item]):
         inserted or removed.
         """
         items = self._read_batches(is_done) if self.is_map else self._iterate()
-        has_key: bool | None = None
         while batch := list(itertools.islice(items, self.batch_size)):
-            for item in batch if self._keys is None else ():
-                if item.value is not None:
-                    if has_key not in (None, _has_key(item.value)):
-                        fault = f"item {item.key!r} {'lacks' if has_key else 'has'} a '__key__'"
-                        raise ValueError(f"{fault}, unlike the items before it: pass keys=")
-                    has_key = _has_key(item.value)
-                    self.are_numbered = not has_key
-            if has_key and not self._is_fixed:  # the numbers are not the keys of the items that could not be read
-                batch = [item if item.failure is None else replace(item, key="") for item in batch]
+            if self._keys is None and not self._is_fixed:
+                for item in batch:
+                    if item.failure is None:
+                        has_key = _has_key(item.value)
+                        if self._has_key not in (None, has_key):
+                            fault = f"item {item.key!r} {'has' if has_key else 'lacks'} a '__key__'"
+                            raise ValueError(f"{fault}, unlike the items before it: pass keys=")
+                        self._has_key = has_key
+                # Hazard: a `__key__` may look like the number of another item.
+                self.are_numbered = self._has_key is False
+                if self.are_numbered:
+                    batch = [replace(item, key=number_text(item.number)) if item.failure else item for item in batch]
             yield batch
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
@@ -178,7 +181,8 @@ class Items(Dataset[Item]):
             # items may have a `__key__` that looks like a number, so the first item is read
             items = (item for number in range(self._count) for item in self.read([number]))
             first = next((item for item in items if item.failure is None), None)
-            return None if first is None or _has_key(first.value) else keys
+            self._has_key = None if first is None else _has_key(first.value)
+            return keys if self._has_key is False else None
         return keys
 
     def _iterate(self) -> Iterator[Item]:
@@ -213,7 +217,10 @@ class Items(Dataset[Item]):
     def _failed(self, number: int, exc: Exception) -> Item:
         if not self.records:
             raise exc
-        key = number_text(number) if self._keys is None else "" if callable(self._keys) else self._keys[number]
+        if self._keys is None:
+            key = number_text(number) if self._is_fixed else ""
+        else:
+            key = "" if callable(self._keys) else self._keys[number]
         return Item(number, key, failure=Failure.of(number, key, exc))
 
     def _item(self, number: int, value: Any) -> Item:
