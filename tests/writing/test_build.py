@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
+from tests.children import finish, run_in_child, start
 from tests.kills import compare
 from tests.same import assert_same
 
@@ -195,6 +196,28 @@ def test_killed(tmp_path: Path) -> None:
                 assert_doubled(cache, [f"{i:09d}" for i in range(len(cache))])
     build(Numbers(), tmp_path / "x", digest=digest).close()
     compare(tmp_path / "x", tmp_path / "whole")
+
+
+def test_workers_end_with_a_killed_process(tmp_path: Path) -> None:
+    """Also if they wait until what they have read is taken."""
+
+    class Large(Numbers):
+        def __getitem__(self, i: int) -> Any:
+            return bytes(1 << 20)
+
+    def fn(items: list[Any]) -> Any:
+        os.write(writing, b"x")
+        signal.pause()
+
+    reading, writing = os.pipe()
+    child = start(lambda: build(Large(), tmp_path, fn, num_workers=2))
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    assert finish([child]) == [-signal.SIGKILL]
+    assert select.select([reading], [], [], 60)[0]  # no process has the other end any more
+    assert os.read(reading, 1) == b""
+    os.close(reading)
 
 
 @pytest.mark.parametrize("changed", [(0,), (22,), (0, 1, 2, 3, 4), (7, 13), tuple(range(COUNT))], ids=str)

@@ -489,6 +489,64 @@ def test_items_of_a_batch_find_its_memory_free(tmp_path: Path) -> None:
     assert len(held) == 3 + 8
 
 
+def fail() -> Any:
+    raise ValueError("cannot be built again")
+
+
+class Unsendable:
+    """A value that a worker process cannot send, or the main process cannot receive."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        if self.how == "receive":
+            return fail, ()
+        raise ValueError("cannot be taken apart")
+
+
+@pytest.mark.parametrize("how", ["send", "receive", "error"])
+def test_items_that_workers_cannot_send(tmp_path: Path, how: str) -> None:
+    class LocalError(Exception):
+        pass
+
+    class Source(Dataset[Any]):
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            if how == "error" and i in BROKEN:
+                raise LocalError("no picture")
+            return {"__key__": f"n{i:04d}", "value": i, "more": Unsendable(how) if i in BROKEN else torch.zeros(500)}
+
+    word = {"send": "cannot be taken apart", "receive": "cannot be built again", "error": "no picture"}[how]
+    error = build_broken(Source(), tmp_path / "record", num_workers=2)
+    assert [key for key, _ in error.failures] == [None if how == "error" else f"n{i:04d}" for i in BROKEN]
+    assert all(f"item {i}" in text and word in text for i, (_, text) in zip(BROKEN, error.failures, strict=True))
+    check(tmp_path / "record", {f"n{i:04d}": i for i in range(COUNT) if i not in BROKEN})
+    match = word if how == "error" else f"item 0: a worker process cannot send it: .*{word}.*num_workers=0"
+    with pytest.raises((TypeError, AttributeError), match=match):
+        build(Source(), tmp_path / "raise", num_workers=2, on_error="raise")
+
+
+@pytest.mark.parametrize("message", [None, ZeroDivisionError])
+def test_errors_without_a_message(tmp_path: Path, message: Any) -> None:
+    class OddError(Exception):
+        def __str__(self) -> str:
+            if message is None:
+                return message
+            raise message
+
+    def fn(items: list[int]) -> Any:
+        if 3 in items:
+            raise OddError
+        return {"x": torch.tensor(items)}
+
+    ((key, text),) = build_broken(list(range(9)), tmp_path, fn).failures
+    assert key == "000000003"
+    assert "OddError: its message cannot be shown" in text
+
+
 def test_all_items_fail(tmp_path: Path) -> None:
     source = Texts(tmp_path / "texts", broken=tuple(range(COUNT)))
     assert len(build_broken(source, tmp_path / "out").failures) == COUNT

@@ -45,7 +45,7 @@ class Failure:
     def of(item: int, key: str, exc: BaseException) -> Failure:
         (frame,) = traceback.extract_tb(exc.__traceback__, limit=-1)
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-        return Failure(item, key, type(exc).__name__, str(exc)[:_MAX_TEXT], where[:_MAX_TEXT])
+        return Failure(item, key, type(exc).__name__, text_of(exc)[:_MAX_TEXT], where[:_MAX_TEXT])
 
     @property
     def place(self) -> str:
@@ -54,6 +54,14 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.error}: {self.text}".replace("\n", " ") + f" ({self.frame})"
+
+
+def text_of(exc: BaseException) -> str:
+    """Return the message of an exception whose `__str__` may fail."""
+    try:
+        return str(exc)
+    except Exception as fault:
+        return f"its message cannot be shown, since its __str__ raised {type(fault).__name__}"
 
 
 class Failures:

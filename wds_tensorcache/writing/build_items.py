@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import itertools
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -22,11 +25,12 @@ from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.member_shard import MemberSample
 from wds_tensorcache.shards.names import check_key
-from wds_tensorcache.writing.build_failures import Failure
+from wds_tensorcache.writing.build_failures import Failure, text_of
 from wds_tensorcache.writing.item_digest import digest_item
 
 NO_ITEMS = "the source has no items"
 NUM_COMPARED = 64
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,7 @@ class Items(Dataset[Item]):
         self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
         self.compares = keys is None and not self._is_fixed and digest is None
         self.rank, self.world_size = rank, world_size
+        self._is_worker = False
         self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
@@ -146,16 +151,46 @@ class Items(Dataset[Item]):
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
         num_workers = min(len(numbers), self._num_workers) if num_workers is None else num_workers
         for batch in DataLoader(
-            self, batch_size=self.batch_size, sampler=numbers, num_workers=num_workers, collate_fn=list
+            self,
+            batch_size=self.batch_size,
+            sampler=numbers,
+            num_workers=num_workers,
+            collate_fn=list,
+            worker_init_fn=self._begin_worker,
         ):
-            yield from batch
+            yield from map(self._receive, batch)
 
-    def __getitems__(self, numbers: list[int]) -> list[Item]:  # for DataLoader, in any process
+    def __getitems__(self, numbers: list[int]) -> list[Any]:  # for DataLoader, in any process
         items = copy.copy(self)
         if isinstance(self._items, Cache):  # a cache fetches samples at urls together
             with contextlib.suppress(Exception):  # raised again for its item
                 items._items = dict(zip(numbers, self._items.__getitems__(numbers), strict=True))
-        return [items[number] for number in numbers]
+        return [items._send(number) if self._is_worker else items[number] for number in numbers]
+
+    def _begin_worker(self, worker: int) -> None:
+        self._is_worker = True
+        # Hazard: torch's worker would live on if its queue is full when its parent is killed.
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    # Hazard: torch waits for ever for a batch that its queue cannot pickle. So workers pickle each item themselves.
+    def _send(self, number: int) -> Item | tuple[int, str, bytes]:
+        """Return an item as number, key and pickle."""
+        item = self[number]
+        try:
+            return number, item.key, bytes(ForkingPickler.dumps(item))
+        except Exception as exc:
+            return self._failed(number, _not_sent(number, exc), item.key)
+
+    def _receive(self, sent: Item | tuple[int, str, bytes]) -> Item:
+        if isinstance(sent, Item):
+            return sent
+        number, key, content = sent
+        try:
+            item: Item = ForkingPickler.loads(content)
+        except Exception as exc:
+            return self._failed(number, _not_sent(number, exc), key)
+        return item
 
     def _read_batches(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
         """Yield the items of a map-style dataset; an item that need not be read has no value."""
@@ -214,13 +249,15 @@ class Items(Dataset[Item]):
         """Return an item of a map-style dataset with a new value, since a function may have changed the value in place."""
         return replace(item, value=self._items[item.number]) if self.is_map else item
 
-    def _failed(self, number: int, exc: Exception) -> Item:
+    def _failed(self, number: int, exc: Exception, key: str = "") -> Item:
         if not self.records:
+            if self._is_worker:
+                ForkingPickler.dumps(type(exc))  # torch sends it; if it cannot be sent, this error has `exc` as context
             raise exc
         if self._keys is None:
-            key = number_text(number) if self._is_fixed else ""
-        else:
-            key = "" if callable(self._keys) else self._keys[number]
+            key = number_text(number) if self._is_fixed else key
+        elif not callable(self._keys):
+            key = self._keys[number]
         return Item(number, key, failure=Failure.of(number, key, exc))
 
     def _item(self, number: int, value: Any) -> Item:
@@ -264,6 +301,12 @@ def _repeated_key(key: str, items: Any = None) -> ValueError:
     if isinstance(items, TensorCache) and key in items:
         problem += f", but it is in {items._places(key)}: pass keys=, a function that makes different keys"
     return ValueError(problem)
+
+
+def _not_sent(number: int, exc: Exception) -> TypeError:
+    fault = f"item {number}: a worker process cannot send it: {type(exc).__name__}: {text_of(exc)}"
+    error = TypeError(f"{fault}; return a value that can be pickled, or pass num_workers=0")
+    return error.with_traceback(exc.__traceback__)
 
 
 @contextlib.contextmanager
