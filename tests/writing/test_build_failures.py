@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import weakref
@@ -19,7 +20,7 @@ import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
 from tests.kills import compare
-from tests.writing.test_build import stop_with
+from tests.writing.test_build import Exit, stop_with
 from tests.writing.test_versions import is_killed, stop_at
 
 COUNT = 23
@@ -113,6 +114,38 @@ def test_a_function_may_change_items_in_place(tmp_path: Path) -> None:
 
     build_broken(Texts(tmp_path / "texts", broken=()), tmp_path / "out", fn)
     check(tmp_path / "out", {f"n{i:04d}": i for i in range(COUNT) if i not in BROKEN})
+
+
+@pytest.mark.parametrize("kind", ["dataset", "list", "iterable", "copies", "workers"])
+def test_items_that_were_changed_in_place_are_not_tried_again(tmp_path: Path, kind: str) -> None:
+    class Held(Dataset[Any]):
+        def __init__(self) -> None:
+            self.tensors = [torch.tensor([float(i)]) for i in range(COUNT)]
+
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, i: int) -> Any:
+            return self.tensors[i].clone() if kind == "copies" else self.tensors[i]
+
+    def fn(items: list[torch.Tensor]) -> Any:
+        is_broken = 6 in torch.stack(items)
+        for item in items:
+            item.mul_(2)
+        if is_broken:
+            raise ValueError("not this one")
+        return {"x": torch.stack(items)}
+
+    source = {"list": Held().tensors, "iterable": iter(Held().tensors)}.get(kind, Held())
+    error = build_broken(source, tmp_path, fn, num_workers=2 * (kind == "workers"))
+    if kind in ("copies", "workers"):
+        failed = {6: "not this one"}
+    else:
+        failed = dict.fromkeys((4, 5, 6, 7), "in place, .*; copy what fn changes")
+    assert items_of(listed(tmp_path)) == list(failed)
+    for match, (_, text) in zip(failed.values(), error.failures, strict=True):
+        assert re.search(match, text)
+    check(tmp_path, {f"{i:09d}": i for i in range(COUNT) if i not in failed})
 
 
 @pytest.mark.parametrize(("step", "kind"), KINDS)
@@ -430,7 +463,7 @@ def test_a_version(tmp_path: Path) -> None:
     assert listed(tmp_path / "v3") == []
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Exit])
 def test_interrupts_are_no_failures(tmp_path: Path, error: type[BaseException]) -> None:
     """What was listed before stays listed, unless it has been corrected and tried again."""
     texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
@@ -583,6 +616,24 @@ def test_a_damaged_list(tmp_path: Path, line: str) -> None:
     assert run("ls", out).stdout.count("n0") == COUNT - 5
     (out / "failures.jsonl").unlink()
     assert len(build_broken(texts, out).failures) == 5
+
+
+def test_blank_lines_in_the_list(tmp_path: Path) -> None:
+    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+    build_broken(texts, out)
+    lines = (out / "failures.jsonl").read_text()
+    (out / "failures.jsonl").write_text(lines.replace("\n", "\n\n") + "  \n")
+    assert run("ls", out, "--failed").stdout.count("item ") == 5
+    assert len(build_broken(texts, out).failures) == 5
+    assert (out / "failures.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_no_list_but_its_name(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "failures.jsonl")
+    with pytest.raises(tc.FormatError, match=r"failures\.jsonl: expected a file.*; rename it"):
+        build([1], tmp_path)
+    assert "rename it" in run("ls", tmp_path, "--failed", status=1).stderr
 
 
 def test_ls_failed_needs_a_folder(tmp_path: Path) -> None:

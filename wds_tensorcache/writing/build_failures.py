@@ -162,16 +162,22 @@ def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Fa
     """Return the failures in all files of a folder, each item once, in the order of the items.
 
     Raises:
-        FormatError: A line of a file is not a failure.
+        FormatError: A line of a file is not a failure, or there is a folder or pipe of this name.
     """
     failures: dict[int, Failure] = {}
     for name in filter(_NAME, folder.names() if names is None else names):
-        failures |= {failure.item: failure for failure in _parse(folder.read(name) or b"", folder.locate(name))}
+        try:
+            content = folder.read(name) or b""
+        except FormatError as exc:
+            raise FormatError(f"{exc}; rename it: tc.build writes its list of failures there", kind=exc.kind) from exc
+        failures |= {failure.item: failure for failure in _parse(content, folder.locate(name))}
     return [failures[item] for item in sorted(failures)]
 
 
 def _parse(content: bytes, path: str) -> Iterator[Failure]:
     for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
             failure = Failure(**record | {"key": record["key"] or ""})

@@ -28,7 +28,10 @@ from wds_tensorcache.shards.names import check_key
 from wds_tensorcache.writing.build_failures import Failure, text_of
 from wds_tensorcache.writing.item_digest import digest_item
 
-NO_ITEMS = "the source has no items"
+NO_ITEMS = (
+    "the source has no items. An iterator that was read before has none left: pass the dataset itself. If the source lists a "
+    "folder, check the path and the filter"
+)
 NUM_COMPARED = 64
 _PR_SET_PDEATHSIG = 1
 
@@ -247,7 +250,11 @@ class Items(Dataset[Item]):
 
     def read_again(self, item: Item) -> Item:
         """Return an item of a map-style dataset with a new value, since a function may have changed the value in place."""
-        return replace(item, value=self._items[item.number]) if self.is_map else item
+        value = self._items[item.number] if self.is_map else item.value
+        if item.origin and item.origin != digest_item(value) == digest_item(item.value):
+            fault = f"fn changed item {item.number} in place, so it cannot be tried again as it was"
+            raise ValueError(f"{fault}; copy what fn changes, or let the dataset return a copy")
+        return replace(item, value=value)
 
     def _failed(self, number: int, exc: Exception, key: str = "") -> Item:
         if not self.records:
