@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -558,7 +559,7 @@ def test_items_that_workers_cannot_send(tmp_path: Path, how: str) -> None:
     assert all(f"item {i}" in text and word in text for i, (_, text) in zip(BROKEN, error.failures, strict=True))
     check(tmp_path / "record", {f"n{i:04d}": i for i in range(COUNT) if i not in BROKEN})
     match = word if how == "error" else f"item 0: a worker process cannot send it: .*{word}.*num_workers=0"
-    with pytest.raises((TypeError, AttributeError), match=match):
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError), match=match):
         build(Source(), tmp_path / "raise", num_workers=2, on_error="raise")
 
 
