@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import select
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
+from tests.children import finish, run_in_child, start
 from tests.kills import compare
 from tests.same import assert_same
 
@@ -197,6 +198,49 @@ def test_killed(tmp_path: Path) -> None:
     compare(tmp_path / "x", tmp_path / "whole")
 
 
+@pytest.mark.parametrize("status", [None, 0])
+@pytest.mark.parametrize("where", ["fn", "item", "iterable"])
+def test_a_build_that_lacks_samples_never_ends_with_status_0(tmp_path: Path, where: str, status: int | None) -> None:
+    class Exiting(Numbers):
+        def __getitem__(self, i: int) -> Any:
+            if where != "fn" and i == 9:
+                sys.exit(status)
+            return super().__getitem__(i)
+
+    def fn(items: list[Any]) -> Any:
+        if items[0]["value"] == 8:
+            sys.exit(status)
+        return double(items)
+
+    source = (Exiting()[i] for i in range(COUNT)) if where == "iterable" else Exiting()
+    with pytest.raises(RuntimeError, match=r"sys\.exit with status 0.*pass another status") as caught:
+        build(source, tmp_path, fn, on_error="record")
+    assert isinstance(caught.value.__cause__, SystemExit)
+    assert len(tc.open(tmp_path)) == 8
+
+
+def test_workers_end_with_a_killed_process(tmp_path: Path) -> None:
+    """Also if they wait until what they have read is taken."""
+
+    class Large(Numbers):
+        def __getitem__(self, i: int) -> Any:
+            return bytes(1 << 20)
+
+    def fn(items: list[Any]) -> Any:
+        os.write(writing, b"x")
+        signal.pause()
+
+    reading, writing = os.pipe()
+    child = start(lambda: build(Large(), tmp_path, fn, num_workers=2))
+    os.close(writing)
+    assert os.read(reading, 1) == b"x"
+    os.kill(child, signal.SIGKILL)
+    assert finish([child]) == [-signal.SIGKILL]
+    assert select.select([reading], [], [], 60)[0]  # no process has the other end any more
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
 @pytest.mark.parametrize("changed", [(0,), (22,), (0, 1, 2, 3, 4), (7, 13), tuple(range(COUNT))], ids=str)
 def test_items_that_changed_are_refused(tmp_path: Path, changed: tuple[int, ...]) -> None:
     """Nothing is computed after the first of them; without `digest=`, the samples have no other digest."""
@@ -308,12 +352,19 @@ def stop_with(error: type[BaseException]) -> None:
     raise error
 
 
+class Exit(SystemExit):
+    """As of a signal handler that keeps the samples which are computed."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, Exit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
 def test_batches_stay_the_same_ones(
     tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None
@@ -348,8 +399,8 @@ def test_batches_stay_the_same_ones(
         ({"a": 1}, {}, TypeError, "a dict cannot be a dataset"),
         ("stock-{00..09}.tar", {}, TypeError, r"a str cannot be .*; pass tc.open\(…\) of shards, a list of their"),
         ([{"__key__": "a"}, {"value": 5}], {}, ValueError, "item '000000001' lacks a '__key__', unlike"),
-        ([], {}, ValueError, "the source has no items"),
-        (iter(()), {}, ValueError, "the source has no items"),
+        ([], {}, ValueError, "the source has no items.*check the path"),
+        (iter(()), {}, ValueError, "the source has no items.*pass the dataset itself"),
         (iter([1]), {"keys": ["a"]}, ValueError, "a list of keys needs a map-style dataset"),
         (Numbers(), {"keys": list(range(COUNT))}, tc.InvalidKeyError, "__key__ is 0, expected a non-empty str"),
         (Numbers(), {"keys": [*map(str, range(22)), "a.b"]}, tc.InvalidKeyError, "'a.b' has a dot"),

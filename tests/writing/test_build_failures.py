@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
+import pickle
+import re
 import shutil
 import signal
 import weakref
@@ -21,7 +22,7 @@ import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
 from tests.kills import compare
-from tests.writing.test_build import stop_with
+from tests.writing.test_build import Exit, stop_with
 from tests.writing.test_versions import is_killed, stop_at
 
 COUNT = 23
@@ -134,6 +135,38 @@ def test_a_function_may_change_items_in_place(tmp_path: Path) -> None:
 
     build_broken(Texts(tmp_path / "texts", broken=()), tmp_path / "out", fn)
     check(tmp_path / "out", {f"n{i:04d}": i for i in range(COUNT) if i not in BROKEN})
+
+
+@pytest.mark.parametrize("kind", ["dataset", "list", "iterable", "copies", "workers"])
+def test_items_that_were_changed_in_place_are_not_tried_again(tmp_path: Path, kind: str) -> None:
+    class Held(Dataset[Any]):
+        def __init__(self) -> None:
+            self.tensors = [torch.tensor([float(i)]) for i in range(COUNT)]
+
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, i: int) -> Any:
+            return self.tensors[i].clone() if kind == "copies" else self.tensors[i]
+
+    def fn(items: list[torch.Tensor]) -> Any:
+        is_broken = 6 in torch.stack(items)
+        for item in items:
+            item.mul_(2)
+        if is_broken:
+            raise ValueError("not this one")
+        return {"x": torch.stack(items)}
+
+    source = {"list": Held().tensors, "iterable": iter(Held().tensors)}.get(kind, Held())
+    error = build_broken(source, tmp_path, fn, num_workers=2 * (kind == "workers"))
+    if kind in ("copies", "workers"):
+        failed = {6: "not this one"}
+    else:
+        failed = dict.fromkeys((4, 5, 6, 7), "in place, .*; copy what fn changes")
+    assert items_of(listed(tmp_path)) == list(failed)
+    for match, (_, text) in zip(failed.values(), error.failures, strict=True):
+        assert re.search(match, text)
+    check(tmp_path, {f"{i:09d}": i for i in range(COUNT) if i not in failed})
 
 
 @pytest.mark.parametrize(("step", "kind"), KINDS)
@@ -362,72 +395,6 @@ def test_items_that_cannot_be_read_are_always_listed(
         check(out, {f"{count - 1 - i if has_key else i:09d}": i for i in finished})
 
 
-class _Unpicklable:
-    def __init__(self, error: Exception, is_pickled: bool) -> None:
-        self.error, self.is_pickled = error, is_pickled
-
-    def __reduce__(self) -> Any:
-        if not self.is_pickled:
-            raise self.error
-        return raises, (self.error,)
-
-
-def raises(error: Exception) -> None:
-    raise error
-
-
-@pytest.mark.parametrize("is_pickled", [False, True])
-def test_items_that_cannot_be_sent_by_a_worker(tmp_path: Path, is_pickled: bool) -> None:
-    class Objects(Texts):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            extra = _Unpicklable(ValueError("cannot be sent"), is_pickled) if i in (5, 6) else None
-            return super().__getitem__(i) | {"extra": extra}
-
-    texts, out = Objects(tmp_path / "texts", broken=()), tmp_path / "out"
-    with pytest.raises(ValueError, match="cannot be sent"):
-        build(texts, out, num_workers=2, on_error="raise")
-    error = build_broken(texts, out, num_workers=2)
-    assert [text.partition(" (")[0] for _, text in error.failures] == [
-        f"item {i}: ValueError: cannot be sent" for i in (5, 6)
-    ]
-    check(out, {f"n{i:04d}": i for i in range(COUNT) if i not in (5, 6)})
-
-
-def test_an_error_without_a_text(tmp_path: Path) -> None:
-    class Silent(Exception):
-        def __str__(self) -> str:
-            raise RuntimeError
-
-    def fn(items: list[dict[str, Any]]) -> Any:
-        if any(item["value"] == 3 for item in items):
-            raise Silent
-        return double(items)
-
-    error = build_broken(Texts(tmp_path / "texts", broken=()), tmp_path / "out", fn)
-    assert [text.startswith("item 3: Silent: <") for _, text in error.failures] == [True]
-
-
-def test_workers_end_with_a_killed_build(tmp_path: Path) -> None:
-    """Although nobody receives their large items any more."""
-    ready, told = os.pipe()
-
-    class Large(Texts):
-        def __getitem__(self, i: int) -> dict[str, Any]:
-            os.write(told, b".")
-            return {"__key__": f"n{i}", "value": np.zeros(1_000_000)}
-
-    source = Large(tmp_path / "texts", broken=())
-    child = start(lambda: build(source, tmp_path / "out", lambda items: signal.pause(), num_workers=1))
-    os.read(ready, 1)
-    os.kill(child, signal.SIGKILL)
-    assert finish([child]) == [-signal.SIGKILL]
-    os.close(told)
-    while select.select([ready], [], [], 60)[0] and (is_running := os.read(ready, 100)):
-        pass  # until the worker, which has the other end, is gone
-    os.close(ready)
-    assert not is_running
-
-
 def test_a_changed_item_that_fails_when_it_is_read_again(tmp_path: Path) -> None:
     """It does not count as an item that differs each time it is read."""
 
@@ -579,7 +546,7 @@ def test_a_version_of_an_item_that_can_no_longer_be_read(tmp_path: Path, by_posi
     assert items_of(listed(tmp_path / "v2")) == [3]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Exit])
 def test_interrupts_are_no_failures(tmp_path: Path, error: type[BaseException]) -> None:
     """What was listed before stays listed, unless it has been corrected and tried again."""
     texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
@@ -638,6 +605,64 @@ def test_items_of_a_batch_find_its_memory_free(tmp_path: Path) -> None:
     assert len(held) == 3 + 8
 
 
+def fail() -> Any:
+    raise ValueError("cannot be built again")
+
+
+class Unsendable:
+    """A value that a worker process cannot send, or the main process cannot receive."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __reduce__(self) -> Any:
+        if self.how == "receive":
+            return fail, ()
+        raise ValueError("cannot be taken apart")
+
+
+@pytest.mark.parametrize("how", ["send", "receive", "error"])
+def test_items_that_workers_cannot_send(tmp_path: Path, how: str) -> None:
+    class LocalError(Exception):
+        pass
+
+    class Source(Dataset[Any]):
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            if how == "error" and i in BROKEN:
+                raise LocalError("no picture")
+            return {"__key__": f"n{i:04d}", "value": i, "more": Unsendable(how) if i in BROKEN else torch.zeros(500)}
+
+    word = {"send": "cannot be taken apart", "receive": "cannot be built again", "error": "no picture"}[how]
+    error = build_broken(Source(), tmp_path / "record", num_workers=2)
+    assert [key for key, _ in error.failures] == [None if how == "error" else f"n{i:04d}" for i in BROKEN]
+    assert all(f"item {i}" in text and word in text for i, (_, text) in zip(BROKEN, error.failures, strict=True))
+    check(tmp_path / "record", {f"n{i:04d}": i for i in range(COUNT) if i not in BROKEN})
+    match = word if how == "error" else f"item 0: a worker process cannot send it: .*{word}.*num_workers=0"
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError), match=match):
+        build(Source(), tmp_path / "raise", num_workers=2, on_error="raise")
+
+
+@pytest.mark.parametrize("message", [None, ZeroDivisionError])
+def test_errors_without_a_message(tmp_path: Path, message: Any) -> None:
+    class OddError(Exception):
+        def __str__(self) -> str:
+            if message is None:
+                return message
+            raise message
+
+    def fn(items: list[int]) -> Any:
+        if 3 in items:
+            raise OddError
+        return {"x": torch.tensor(items)}
+
+    ((key, text),) = build_broken(list(range(9)), tmp_path, fn).failures
+    assert key == "000000003"
+    assert "OddError: <" in text
+
+
 def test_all_items_fail(tmp_path: Path) -> None:
     source = Texts(tmp_path / "texts", broken=tuple(range(COUNT)))
     assert len(build_broken(source, tmp_path / "out").failures) == COUNT
@@ -676,12 +701,22 @@ def test_a_damaged_list(tmp_path: Path, line: str) -> None:
     assert len(build_broken(texts, out).failures) == 5
 
 
-def test_blank_lines_of_a_list(tmp_path: Path) -> None:
+def test_blank_lines_in_the_list(tmp_path: Path) -> None:
     texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
     build_broken(texts, out)
-    with (out / "failures.jsonl").open("a") as file:
-        file.write("\n")
-    assert len(run("ls", out, "--failed").stdout.splitlines()) == len(build_broken(texts, out).failures) == 5
+    lines = (out / "failures.jsonl").read_text()
+    (out / "failures.jsonl").write_text(lines.replace("\n", "\n\n") + "  \n")
+    assert run("ls", out, "--failed").stdout.count("item ") == 5
+    assert len(build_broken(texts, out).failures) == 5
+    assert (out / "failures.jsonl").read_text() == lines
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_no_list_but_its_name(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "failures.jsonl")
+    with pytest.raises(tc.FormatError, match=r"failures\.jsonl: expected a file.*; rename it"):
+        build([1], tmp_path)
+    assert "rename it" in run("ls", tmp_path, "--failed", status=1).stderr
 
 
 def test_ls_failed_needs_a_folder(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def build(
             source is empty. `out` contains shards with other names. `reuse` is the same folder as `out`, or has named caches or
             samples without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different
             items or batch sizes. Or several ranks have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, JSON cannot represent the fingerprint, or a digest is not a str.
+        TypeError: The source is not a dataset, JSON cannot represent the fingerprint, a digest is not a str, or a worker
+            process cannot send an item.
+        RuntimeError: `fn` or an item called `sys.exit` with status 0.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 

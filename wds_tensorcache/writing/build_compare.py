@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import chain
 
 from wds_tensorcache.arguments import user_level
@@ -44,7 +45,7 @@ class Comparison:
         """
         items = self._items
         if item.failure is not None and places and (items.has_digests or items.compares):
-            self._failures.append(item.failure)
+            self._failures.append(replace(item.failure, key=item.key))
         if item.digest is not None:
             text = item.digest.encode()
             right = next((place for place in places if self._finished.read_member(*place, DIGEST) == text), None)

@@ -46,11 +46,10 @@ class Failure:
 
     @staticmethod
     def of(item: int, key: str, exc: BaseException) -> Failure:
-        raised = traceback.TracebackException.from_exception(exc)  # its text never raises, unlike str(exc)
-        frames = raised.stack
+        frames = traceback.extract_tb(exc.__traceback__)
         frame = next((frame for frame in reversed(frames) if not _IS_LIBRARY(frame.filename)), frames[-1])
         where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
-        return Failure(item, key, type(exc).__name__, str(raised)[:_MAX_TEXT], where[:_MAX_TEXT])
+        return Failure(item, key, type(exc).__name__, text_of(exc)[:_MAX_TEXT], where[:_MAX_TEXT])
 
     @property
     def place(self) -> str:
@@ -59,6 +58,11 @@ class Failure:
 
     def __str__(self) -> str:
         return f"{self.error}: {self.text}".replace("\n", " ") + f" ({self.frame})"
+
+
+def text_of(exc: BaseException) -> str:
+    """Return the message of an exception, also if its `__str__` raises an error."""
+    return str(traceback.TracebackException(type(exc), exc, None))
 
 
 class Failures:
@@ -161,11 +165,15 @@ def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Fa
     """Return the failures in all files of a folder, each item once, in the order of the items.
 
     Raises:
-        FormatError: A line of a file is not a failure.
+        FormatError: A line of a file is not a failure, or there is a folder or pipe of this name.
     """
     failures: dict[int, Failure] = {}
     for name in filter(_NAME, folder.names() if names is None else names):
-        failures |= {failure.item: failure for failure in _parse(folder.read(name) or b"", folder.locate(name))}
+        try:
+            content = folder.read(name) or b""
+        except FormatError as exc:
+            raise FormatError(f"{exc}; rename it: tc.build writes its list of failures there", kind=exc.kind) from exc
+        failures |= {failure.item: failure for failure in _parse(content, folder.locate(name))}
     return [failures[item] for item in sorted(failures)]
 
 

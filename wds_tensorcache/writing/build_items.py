@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import pickle
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +24,12 @@ from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.member_shard import MemberSample
 from wds_tensorcache.shards.names import check_key
 from wds_tensorcache.storage.system import end_with_parent
-from wds_tensorcache.writing.build_failures import Failure
+from wds_tensorcache.writing.build_failures import Failure, text_of
 from wds_tensorcache.writing.item_digest import digest_item
 
 NO_ITEMS = (
-    "the source has no items: expected at least one; an iterator that was read before is at its end, so pass a new one"
+    "the source has no items. An iterator that was read before has none left: pass the dataset itself. If the source lists a "
+    "folder, check the path and the filter"
 )
 NUM_COMPARED = 64
 
@@ -63,8 +63,8 @@ class Items(Dataset[Item]):
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, number of the items so far.
         is_map: True for a map-style dataset, False for an iterable.
-        are_numbered: True if the keys of items are their numbers. It becomes False when the first item is read, if this item
-            has a `__key__`.
+        are_numbered: True if the keys of items are their numbers. It is False while all items have failed, unless the keys are
+            known without reading.
         compares: True if items are compared by `digest_item`. Their keys are numbers, so a key does not show that an item has
             moved.
     """
@@ -107,8 +107,10 @@ class Items(Dataset[Item]):
         self.batch_size = min(batch_size, sys.maxsize)  # which itertools can count
         self._num_workers, self.has_digests = num_workers, digest is not None
         self.are_numbered = keys is None
+        self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
         self.compares = keys is None and not self._is_fixed and digest is None
         self.rank, self.world_size = rank, world_size
+        self._is_worker = False
         self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
@@ -134,18 +136,19 @@ class Items(Dataset[Item]):
         inserted or removed.
         """
         items = self._read_batches(is_done) if self.is_map else self._iterate()
-        has_key: bool | None = None
         while batch := list(itertools.islice(items, self.batch_size)):
-            for item in batch if self._keys is None else ():
-                if item.value is not None:
-                    if has_key not in (None, _has_key(item.value)):
-                        fault = f"item {item.key!r} {'lacks' if has_key else 'has'} a '__key__'"
-                        raise ValueError(f"{fault}, unlike the items before it: pass keys=")
-                    has_key = _has_key(item.value)
-                    self.are_numbered = not has_key
-            if self._keys is None and not self._is_fixed and has_key is not False:
-                # no number is known to be the key of an item that could not be read
-                batch = [item if item.failure is None else replace(item, key="") for item in batch]
+            if self._keys is None and not self._is_fixed:
+                for item in batch:
+                    if item.failure is None:
+                        has_key = _has_key(item.value)
+                        if self._has_key not in (None, has_key):
+                            fault = f"item {item.key!r} {'has' if has_key else 'lacks'} a '__key__'"
+                            raise ValueError(f"{fault}, unlike the items before it: pass keys=")
+                        self._has_key = has_key
+                # Hazard: a `__key__` may look like the number of another item.
+                self.are_numbered = self._has_key is False
+                if self.are_numbered:
+                    batch = [replace(item, key=number_text(item.number)) if item.failure else item for item in batch]
             yield batch
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
@@ -155,40 +158,40 @@ class Items(Dataset[Item]):
             batch_size=self.batch_size,
             sampler=numbers,
             num_workers=num_workers,
-            collate_fn=self._pickle if num_workers else list,
-            worker_init_fn=_begin_worker,
+            collate_fn=list,
+            worker_init_fn=self._begin_worker,
         ):
-            yield from map(self._unpickle, batch) if num_workers else batch
+            yield from map(self._receive, batch)
 
-    def _pickle(self, items: list[Item]) -> list[tuple[int, bytes]]:
-        """Pickle the items of a batch in a worker process.
-
-        DataLoader would pickle them in a background thread, which drops a batch that cannot be pickled.
-        """
-        pickled = []
-        for item in items:
-            try:
-                with _add_note_of_item(item.number):
-                    pickled.append((item.number, bytes(ForkingPickler.dumps(item))))
-            except Exception as exc:
-                pickled.append((item.number, bytes(ForkingPickler.dumps(self._failed(item.number, exc)))))
-        return pickled
-
-    def _unpickle(self, pickled: tuple[int, bytes]) -> Item:
-        number, content = pickled
-        try:
-            with _add_note_of_item(number):
-                item: Item = pickle.loads(content)  # noqa: S301 (a worker of this process wrote it)
-            return item
-        except Exception as exc:
-            return self._failed(number, exc)
-
-    def __getitems__(self, numbers: list[int]) -> list[Item]:  # for DataLoader, in any process
+    def __getitems__(self, numbers: list[int]) -> list[Any]:  # for DataLoader, in any process
         items = copy.copy(self)
         if isinstance(self._items, Cache):  # a cache fetches samples at urls together
             with contextlib.suppress(Exception):  # raised again for its item
                 items._items = dict(zip(numbers, self._items.__getitems__(numbers), strict=True))
-        return [items[number] for number in numbers]
+        return [items._send(number) if self._is_worker else items[number] for number in numbers]
+
+    def _begin_worker(self, worker: int) -> None:
+        self._is_worker = True
+        end_with_parent()  # Hazard: torch's worker would live on if its queue is full when its parent is killed.
+
+    # Hazard: torch waits for ever for a batch that its queue cannot pickle. So workers pickle each item themselves.
+    def _send(self, number: int) -> Item | tuple[int, str, bytes]:
+        """Return an item as number, key and pickle."""
+        item = self[number]
+        try:
+            return number, item.key, bytes(ForkingPickler.dumps(item))
+        except Exception as exc:
+            return self._failed(number, _not_sent(number, exc), item.key)
+
+    def _receive(self, sent: Item | tuple[int, str, bytes]) -> Item:
+        if isinstance(sent, Item):
+            return sent
+        number, key, content = sent
+        try:
+            item: Item = ForkingPickler.loads(content)
+        except Exception as exc:
+            return self._failed(number, _not_sent(number, exc), key)
+        return item
 
     def _read_batches(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
         """Yield the items of a map-style dataset; an item that need not be read has no value."""
@@ -214,7 +217,8 @@ class Items(Dataset[Item]):
             # items may have a `__key__` that looks like a number, so the first item is read
             items = (item for number in range(self._count) for item in self.read([number]))
             first = next((item for item in items if item.failure is None), None)
-            return None if first is None or _has_key(first.value) else keys
+            self._has_key = None if first is None else _has_key(first.value)
+            return keys if self._has_key is False else None
         return keys
 
     def _iterate(self) -> Iterator[Item]:
@@ -244,12 +248,21 @@ class Items(Dataset[Item]):
 
     def read_again(self, item: Item) -> Item:
         """Return an item of a map-style dataset with a new value, since a function may have changed the value in place."""
-        return replace(item, value=self._items[item.number]) if self.is_map else item
+        value = self._items[item.number] if self.is_map else item.value
+        if item.origin and item.origin != digest_item(value) == digest_item(item.value):
+            fault = f"fn changed item {item.number} in place, so it cannot be tried again as it was"
+            raise ValueError(f"{fault}; copy what fn changes, or let the dataset return a copy")
+        return replace(item, value=value)
 
-    def _failed(self, number: int, exc: Exception) -> Item:
+    def _failed(self, number: int, exc: Exception, key: str = "") -> Item:
         if not self.records:
+            if self._is_worker:
+                ForkingPickler.dumps(type(exc))  # torch sends it; if it cannot be sent, this error has `exc` as context
             raise exc
-        key = number_text(number) if self._keys is None else "" if callable(self._keys) else self._keys[number]
+        if self._keys is None:
+            key = number_text(number) if self._is_fixed else key
+        elif not callable(self._keys):
+            key = self._keys[number]
         return Item(number, key, failure=Failure.of(number, key, exc))
 
     def _item(self, number: int, value: Any) -> Item:
@@ -293,6 +306,12 @@ def _repeated_key(key: str, items: Any = None) -> ValueError:
     if isinstance(items, TensorCache) and key in items:
         problem += f", but it is in {items._places(key)}: pass keys=, a function that makes different keys"
     return ValueError(problem)
+
+
+def _not_sent(number: int, exc: Exception) -> TypeError:
+    fault = f"item {number}: a worker process cannot send it: {type(exc).__name__}: {text_of(exc)}"
+    error = TypeError(f"{fault}; return a value that can be pickled, or pass num_workers=0")
+    return error.with_traceback(exc.__traceback__)
 
 
 @contextlib.contextmanager
@@ -346,10 +365,6 @@ def _open_without_cache(paths: list[Any]) -> TensorCache:
         cache.close()
         raise ValueError(f"{path} has a cache already; pass tc.open(…) of the list to make a new cache of its samples")
     return cache
-
-
-def _begin_worker(number: int) -> None:
-    end_with_parent()  # Hazard: a worker with items that nobody receives any more would wait for ever
 
 
 def _has_key(value: Any) -> bool:
