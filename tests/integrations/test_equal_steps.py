@@ -49,21 +49,45 @@ torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
 
+# made before torch.distributed is initialized, as for trainers that start their processes themselves
+LATE = """
+import json, sys
+import torch
+import wds_tensorcache as tc
+folder, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+streams = [tc.ResumablePipeline(folder, collate=list, **options) for options in ({}, {"batch_size": 2, "steps": "shortest"})]
+loaders = [torch.utils.data.DataLoader(streams[0], batch_size=None, num_workers=n, multiprocessing_context=context)
+           for n, context in ((0, None), (1, "fork"), (1, "spawn"))]
+torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+wanted = [tc.ResumablePipeline(folder, rank=rank, world_size=2, batch_size=2, steps="shortest", collate=list)]
+for loader in loaders:
+    streams[0].set_epoch(0)
+    print(json.dumps([sample["__key__"] for sample in loader]))
+assert len(streams[1]) == len(wanted[0])
+assert [[s["__key__"] for s in batch] for batch in streams[1]] == [[s["__key__"] for s in batch] for batch in wanted[0]]
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("steps")
-    for shard, size in enumerate(SIZES):
+
+def write(path: Path, sizes: tuple[int, ...]) -> str:
+    """Write shards of these numbers of samples, and their manifest."""
+    for shard, size in enumerate(sizes):
         with wds.TarWriter(str(path / f"{shard}.tar")) as sink:
             for i in range(size):
                 sink.write({"__key__": f"{shard}-{i}", "cls": i})
     shards = [
         {"url": f"{shard}.tar", "nsamples": size, "filesize": (path / f"{shard}.tar").stat().st_size}
-        for shard, size in enumerate(SIZES)
+        for shard, size in enumerate(sizes)
     ]
     manifest = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": shards}
     (path / "manifest.json").write_text(json.dumps(manifest))
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("steps"), SIZES)
 
 
 def pipeline(folder: str, steps: Any, rank: int = 0, world_size: int = 1, **options: Any) -> Any:
@@ -240,3 +264,30 @@ def test_all_reduce_in_each_step(folder: str, tmp_path: Path) -> None:
         folder,
     ]
     subprocess.run(launch, check=True, timeout=300)
+
+
+def test_torch_distributed_is_initialized_later(tmp_path: Path, folder: str) -> None:
+    arguments = [sys.executable, "-W", "ignore", "-c", LATE, folder, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*arguments, rank], stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
+    parts = [[json.loads(line) for line in rank.communicate(timeout=120)[0].splitlines()] for rank in ranks]
+    assert [len(part) for part in parts] == [3, 3]
+    for by_rank in zip(*parts, strict=True):  # of each loader
+        assert sorted([*by_rank[0], *by_rank[1]]) == sorted(
+            f"{shard}-{i}" for shard, size in enumerate(SIZES) for i in range(size)
+        )
+
+
+def test_a_rank_without_samples_is_an_error(tmp_path: Path) -> None:
+    """Also if a manifest lists its shards; ranks that have samples would wait for it."""
+    write(tmp_path, (5, 0, 6))
+    lengths: list[Any] = []
+    for rank in range(3):
+        stream = pipeline(str(tmp_path), 2, rank, 3, shuffle=False, collate=list)
+        try:
+            lengths.append(len(list(stream)))
+        except ValueError as error:
+            lengths.append(str(error))
+    assert lengths.pop(1).startswith(
+        "no item left the last stage in a pass over the shards of rank 1, but its worker needs 2"
+    )
+    assert lengths == [2, 2]

@@ -24,7 +24,7 @@ from webdataset.tariterators import tarfile_samples
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
-from wds_tensorcache.ranks import find_rank
+from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.manifest import FoundShard, check_listed, stored_digest
 from wds_tensorcache.shards.tar import BLOCK
@@ -128,9 +128,9 @@ class ResumablePipeline(IterableDataset[Any]):
                 )
         self._stages = stages
         self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=operator.index(seed))
-        self._rank, self._world_size = find_rank(rank, world_size, group)
-        if len(self._urls) < self._world_size:
-            raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some ranks would have none")
+        # a trainer may initialize torch.distributed later
+        self._is_rank_open = rank is None and group is None and not is_distributed()
+        self._rank, self._world_size = find_rank(rank, world_size, group, is_final=not self._is_rank_open)
         self._handler = handler
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
@@ -142,12 +142,29 @@ class ResumablePipeline(IterableDataset[Any]):
         self._num_samples = [
             None if shard is None or shard.entry is None else shard.entry.num_samples for shard in self._listed
         ]
-        self._steps = self._count_steps(steps)
+        self._wanted_steps = steps
+        self._check_ranks()
         self._epochs = _SharedEpochs()
         self._pid = os.getpid()
         self._iteration = 0
         self._has_warned = False  # of samples that set_epoch left out
         self._move(0, {}, is_over=False)
+
+    def _check_ranks(self) -> None:
+        if len(self._urls) < self._world_size:
+            raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some ranks would have none")
+        self._steps = self._count_steps(self._wanted_steps)
+
+    def _find_rank(self) -> None:
+        """Take over the rank from torch.distributed, if it was initialized after this stream was made."""
+        if self._is_rank_open:
+            self._rank, self._world_size = find_rank(None, None)
+            self._check_ranks()
+            self._is_rank_open = not is_distributed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._find_rank()  # for spawned workers, which do not know it
+        return vars(self)
 
     def _count_steps(self, steps: int | str | None) -> int | None:
         if steps is None:
@@ -183,6 +200,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def __len__(self) -> int:
         """Return the number of batches of this rank in an epoch; raise TypeError without `steps`."""
+        self._find_rank()
         if self._steps is None:
             raise TypeError("a stream has no length without steps=; pass batch_size= and steps=")
         return self._steps
@@ -219,6 +237,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def _enter(self) -> Any:
         """Return torch's `WorkerInfo`. In a new process, reset the position inherited from the parent process."""
+        self._find_rank()
         if self._pid != os.getpid():
             if self._is_next and (self._done or self._is_over):
                 raise RuntimeError(
@@ -317,11 +336,10 @@ class ResumablePipeline(IterableDataset[Any]):
         if self._steps is None:
             return None
         worker, num_workers = _find_worker()
-        counts = [count for count in self._num_samples if count is not None]
-        weights = counts if len(counts) == len(self._urls) and any(counts) else self._loads
-        totals = [
-            sum(weights[shard] for shard in part) for part in _divide(self._shards_of_rank(), self._loads, num_workers)
-        ]
+        parts = _divide(self._shards_of_rank(), self._loads, num_workers)
+        totals = [sum(self._num_samples[shard] or 0 for shard in part) for part in parts]
+        if None in self._num_samples or not any(totals):
+            totals = [sum(self._loads[shard] for shard in part) for part in parts]
         before, total = sum(totals[:worker]), max(1, sum(totals))
         return self._steps * (before + totals[worker]) // total - self._steps * before // total
 
