@@ -152,6 +152,18 @@ def test_epochs_with_the_same_torch_seed(urls: list[str]) -> None:
         torch.manual_seed(0)
         seen += list(map(number, DataLoader(stream, batch_size=None, num_workers=1)))
     assert seen == expected
+    # as by a validation with a fixed seed after some epochs; other workers between them count as well
+    orders = epochs(tc.ResumablePipeline(urls, tc.decode()), 2, 6)
+    stream, seen = tc.ResumablePipeline(urls, tc.decode()), []
+    for epoch in range(6):
+        if epoch % 3:
+            torch.manual_seed(0)
+        seen += epochs(stream, 2)
+    assert seen == orders
+    stream = tc.ResumablePipeline(urls, tc.decode())
+    for num_workers in (2, 1, 2):
+        torch.manual_seed(0)
+        assert sorted(epochs(stream, num_workers)[0]) == list(range(COUNT))
 
 
 def epochs(stream: Any, num_workers: int, count: int = 1, **options: Any) -> list[list[int]]:

@@ -40,8 +40,8 @@ _DOES_ITSELF = (split_by_node, split_by_worker, tarfile_samples)
 _KEY_BITS = 30
 _NUM_KEYS = 1 << _KEY_BITS
 _MAX_EPOCH = 1 << (62 - _KEY_BITS)
-_NUM_RECENT = 64  # iterations that are remembered, so that their late workers find the epoch
-_NUM_WORKERS = 1024
+_NUM_RECENT = 16  # iterations that are remembered, so that their late workers find the epoch
+_NUM_WORKERS = 256
 
 
 class ResumablePipeline(IterableDataset[Any]):
@@ -506,9 +506,9 @@ class _SharedEpochs:
     """
 
     def __init__(self) -> None:
-        # a cell for each recent iteration: its epoch + 1, and its key, which is 0 for an iteration in the main process; then a
-        # cell for each worker: its last epoch + 1
-        self._cells = torch.zeros(_NUM_RECENT + _NUM_WORKERS, dtype=torch.int64)
+        # A row for each recent iteration. The first cell has its epoch + 1, and its key, which is 0 for an iteration in the
+        # main process. Then each worker has a cell: epoch + 1 once it has begun this epoch.
+        self._cells = torch.zeros((_NUM_RECENT, 1 + _NUM_WORKERS), dtype=torch.int64)
         self.has_warned = torch.zeros(_NUM_WORKERS, dtype=torch.bool)
         self.__setstate__({})
 
@@ -525,32 +525,32 @@ class _SharedEpochs:
             turn: Count of iterations in this process.
             epoch: Epoch of a loaded state; if None, the epoch of the iteration's other workers, or else the next epoch.
         """
-        begun, by_worker = np.split(self._cells.numpy(), [_NUM_RECENT])
+        begun, by_worker = np.split(self._cells.numpy(), [1], axis=1)
         following = int(begun.max()) >> _KEY_BITS
         if info is None:
             return self.put(following if epoch is None else epoch)
         key = 1 + hash((info.seed - info.id, info.num_workers, turn)) % (_NUM_KEYS - 1)
-        worker = info.id % _NUM_WORKERS
+        by_worker = by_worker[:, info.id % _NUM_WORKERS]
         if epoch is None:
             listed = int((begun[begun % _NUM_KEYS == key] >> _KEY_BITS).max(initial=0))
             # torch.manual_seed may start several iterations with the same seed, and so the same key. If this worker
             # already began the epoch of that key, this is a new iteration.
-            epoch = listed - 1 if listed and listed != by_worker[worker] else following
+            epoch = listed - 1 if listed and listed != by_worker[(listed - 1) % _NUM_RECENT] else following
         else:
-            begun[begun >> _KEY_BITS > epoch + 1] = 0
+            self._cells[begun[:, 0] >> _KEY_BITS > epoch + 1] = 0
         begun[epoch % _NUM_RECENT] = (epoch + 1 << _KEY_BITS) + key
-        by_worker[worker] = epoch + 1
+        by_worker[epoch % _NUM_RECENT] = epoch + 1
         return epoch
 
     def put(self, epoch: int) -> int:
         """Record the epoch of the main process, and return it. The next iteration begins the epoch after it."""
         self._cells.zero_()
-        self._cells[0] = epoch + 1 << _KEY_BITS
+        self._cells[0, 0] = epoch + 1 << _KEY_BITS
         return epoch
 
     def is_in_workers(self) -> bool:
         """Return whether workers, and not the main process, began the last epoch."""
-        return int(self._cells[:_NUM_RECENT].max()) % _NUM_KEYS != 0
+        return int(self._cells[:, 0].max()) % _NUM_KEYS != 0
 
 
 class _Done:
