@@ -37,6 +37,7 @@ def test_target(path: Path) -> None:
 
 
 @each
+@pytest.mark.filterwarnings("ignore:.*links to other files are not followed")
 def test_cut_and_damaged(path: Path) -> None:
     target, data = path.parent.name, path.read_bytes()
     places = random.Random(path.name)

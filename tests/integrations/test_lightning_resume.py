@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -212,6 +213,45 @@ def test_checkpoints_that_lightning_handles_need_no_callback(cache: Any, tmp_pat
     for step in (1, 7, STEPS - 1, STEPS, STEPS + 7):
         _, rest = fit(make(cache), path=tmp_path / f"step={step}.ckpt", max_epochs=2)
         assert seen[:step] + rest == seen
+
+
+@pytest.mark.parametrize("has_validation", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 4 * STEPS}], ids=["epochs", "steps"]
+)
+def test_killed_twice(cache: Any, tmp_path: Path, options: dict[str, Any], has_validation: bool) -> None:
+    """First at the end of an epoch, with its checkpoint or that of its last batch, then in the middle of the next epoch."""
+
+    class Killed(Exception):
+        pass
+
+    class Model_(Model):
+        stop = 0
+
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            if len(self.seen) == self.stop:
+                raise Killed
+            return super().training_step(batch, number)
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            pass
+
+    def run(stop: int, path: Any = None, **saved: Any) -> list[Any]:
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **saved)
+        trainer, model = pl.Trainer(callbacks=[saving, ResumeLoaders()], **QUIET, **options), Model_()
+        model.stop = stop
+        with contextlib.suppress(Killed):
+            trainer.fit(model, make(cache), *[make(cache)] * has_validation, ckpt_path=path)
+        return model.seen
+
+    expected = whole(cache, 4)
+    for saved in ({}, {"every_n_train_steps": STEPS}):
+        seen = run(STEPS + 1, **saved)[:STEPS]
+        seen += run(2, tmp_path / f"step={STEPS}.ckpt", every_n_train_steps=1)
+        seen += run(-1, tmp_path / f"step={STEPS + 2}.ckpt", every_n_train_steps=1)
+        assert seen == expected
+        for path in tmp_path.glob("*.ckpt"):
+            path.unlink()
 
 
 def test_a_shorter_loader_that_begins_again_is_no_error(cache: Any, tmp_path: Path) -> None:

@@ -573,6 +573,15 @@ def test_none_is_no_alternative(tmp_path: Path) -> None:
                 list(cache.read_batch([1], choose={"chosen": name})["chosen"])
 
 
+def test_lists_of_tensors_and_other_items(tmp_path: Path) -> None:
+    """The rest of a list has None in place of its tensors."""
+    folder = write(tmp_path, [{"t": [torch.ones(2), None, ["s"]], "y": i} for i in range(3)])
+    with tc.open(folder) as cache:
+        batch = cache.read_batch(range(3), choose={"T": "t.0"})
+        assert list(batch["t"]) == [[None, None, ["s"]]] * 3
+        assert batch["T"].tolist() == [[1, 1]] * 3
+
+
 def test_a_misspelled_alternative(tmp_path: Path) -> None:
     folder = write(tmp_path, [{"latent": torch.zeros(2), "flip": torch.ones(2)}] * 4)
     with tc.open(folder) as cache:

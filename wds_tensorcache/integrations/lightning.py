@@ -38,15 +38,22 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         self._states = []
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the loaders' states from a checkpoint. If its epoch was not finished, correct Lightning's counters of epochs."""
+        """Keep the loaders' states from a checkpoint, and correct Lightning's counters of epochs."""
         loops = checkpoint["loops"]["fit_loop"]
         self._states = loops["state_dict"].get("combined_loader", [])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
         is_over = epochs["current"]["processed"] == epochs["current"]["ready"]
-        if self._states and is_over and batches["current"]["ready"] and not batches["is_last_batch"]:
+        if not self._states or not is_over or not batches["current"]["ready"]:
+            return
+        if batches["is_last_batch"]:
+            # With `max_steps`, Lightning would end this epoch once more, without batches, and count it as the next one.
+            batches["current"] = dict.fromkeys(batches["current"], 0)
+            batches["is_last_batch"] = False
+        else:
             for counts in epochs.values():
                 counts["processed"] -= 1
-                counts["completed"] = counts["processed"]
+        for counts in epochs.values():
+            counts["completed"] = counts["processed"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Load the states into the loaders, and set Lightning's counters to the number of used batches."""
@@ -69,8 +76,16 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         if longest is None or len(longest) < trainer.num_training_batches:
             return  # Lightning counts the batches of another loader
         batches = trainer.fit_loop.epoch_loop.batch_progress
-        if longest._sampler._continues and len(longest) > trainer.num_training_batches and not batches.is_last_batch:
-            return  # Lightning's epochs begin anywhere in the epochs of the loader
+        if longest._sampler._continues:
+            if len(longest) > trainer.num_training_batches and not batches.is_last_batch:
+                return  # Lightning's epochs begin anywhere in the epochs of the loader
+        else:
+            # after some resumes, Lightning counts one epoch less
+            epochs = trainer.fit_loop.epoch_progress
+            num_missing = max(0, longest._sampler.epoch - epochs.current.processed)
+            for progress in (epochs.total, epochs.current):
+                for name, count in vars(progress).items():
+                    setattr(progress, name, count + num_missing)
         counts = batches.current
         used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left
         # after a checkpoint in a hook of a batch, `completed` is one less than the other counters

@@ -13,13 +13,18 @@ import numpy as np
 
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.template import MISS, Template
-from wds_tensorcache.codec.tree import Path
+from wds_tensorcache.codec.tree import Path, rebuild, walk
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
 
-_TENSOR = object()  # stands for a tensor
+
+class _Tensor:
+    """Stands for a tensor."""
+
+
+_TENSOR = _Tensor()
 # Called with a sample; returns values in it by name.
 Find: TypeAlias = "Callable[[Any], dict[str, Any]]"
 
@@ -41,6 +46,8 @@ class _Group:
                 return [None] * len(self.values)
             if isinstance(slot, int):
                 return list(map(itemgetter(slot), self.values))
+            if any(part is _TENSOR for part, _ in walk(slot)):
+                return [rebuild(value_at(sample, path), lambda _: None, _Tensor) for sample in self.samples()]
         return [value_at(sample, path) for sample in self.samples()]
 
     def find(self, find: Find) -> list[Any]:
