@@ -347,3 +347,19 @@ def test_a_file_that_was_deleted(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip", fingerprint=fingerprint)
     assert (len(found), [each.name for each in report.skipped]) == (2, ["gone"])
     assert report.skipped[0].what == "gone: gone.npy: cannot be read: No such file or directory"
+
+
+def test_a_file_that_changes_during_the_import(tmp_path: Path) -> None:
+    """After its shard was written; later shards may be newer than the file."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    for i in range(8):
+        np.save(source / f"{i}.npy", np.full(3, i))
+
+    def change(done: int, total: int | None) -> None:
+        shard, file = out / "000000.tar", source / "0.npy"
+        while shard.exists() and file.stat().st_ctime_ns <= shard.stat().st_ctime_ns:
+            np.save(file, np.full(3, -1))
+
+    assert not tc.import_cache(source, out, num_workers=1, max_samples=2, progress=change).changed
+    assert tc.import_cache(source, out, resume=True, max_samples=2).changed == ["0"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from wds_tensorcache.arguments import as_int
@@ -23,6 +23,7 @@ from wds_tensorcache.shards.names import hashed_key, safe_key
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
+from wds_tensorcache.writing.resume import FinishedShards
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
 
@@ -126,7 +127,7 @@ def import_cache(
         present = set(range(len(samples))).difference(*shards.values())
         report.num_present = len(present)
         report.num_gone = len(whole.finished) - len(present)
-        report.changed = _changed([samples[index] for index in sorted(present)], folder, whole.finished.indexes)
+        report.changed = _changed({keys[index]: samples[index] for index in sorted(present)}, folder, whole.finished)
         conversion = Conversion(folder, samples, keys, on_error == "stop", open_writer, **changes)
         may_fork = not is_url(pattern.folder)  # the client of a store has threads
         parts = conversion.write_all(shards, num_workers, may_fork, progress, report.num_present)
@@ -188,14 +189,18 @@ def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
             report.lacking[name] = sum(count for count, _ in without), without[0][1]
 
 
-def _changed(samples: Sequence[SourceSample], folder: SourceFolder, shards: Collection[str]) -> list[str]:
-    """Return the names of samples with files that changed after the last shard was written."""
-    if not shards or any(map(is_url, shards)):
+def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished: FinishedShards) -> list[str]:
+    """Return the names of samples, given by key, with files that changed after their shards were written."""
+    if any(map(is_url, finished.indexes)):
         return []
-    written_ns = max(os.stat(path).st_ctime_ns for path in shards)
-    files = {file for sample in samples for file in sample.files}
-    changed = {file for file in files if os.stat(folder.locate(file)).st_ctime_ns > written_ns}
-    return [sample.name for sample in samples if not changed.isdisjoint(sample.files)]
+    written_ns = {path: os.stat(path).st_ctime_ns for path in finished.indexes}
+    changed_ns = lru_cache(maxsize=None)(lambda file: os.stat(folder.locate(file)).st_ctime_ns)
+    changed = []
+    for key, sample in samples.items():
+        (path, _), *_ = finished.find(finished.stored_key(key))
+        if any(changed_ns(file) > written_ns[path] for file in sample.files):
+            changed.append(sample.name)
+    return changed
 
 
 def _finite(value: Any) -> Any:
