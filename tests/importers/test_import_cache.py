@@ -349,6 +349,19 @@ def test_a_file_that_was_deleted(tmp_path: Path) -> None:
     assert report.skipped[0].what == "gone: gone.npy: cannot be read: No such file or directory"
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_another_cache(tmp_path: Path, resume: bool) -> None:
+    np.save(tmp_path / "0.npy", np.zeros(3))
+    with tc.ShardWriter(tmp_path / "out" / "train-%06d.tar") as sink:
+        sink.write("a", {"x": 1})
+    with pytest.raises(
+        FileExistsError, match=r"train-000000\.tar is not a shard of this import; choose another folder"
+    ):
+        tc.import_cache(tmp_path / "0.npy", tmp_path / "out", resume=resume)
+    assert len(tc.open(tmp_path / "out")) == 1
+    tc.import_cache(tmp_path / "0.npy", tmp_path / "out" / "val-%06d.tar", resume=resume)  # chosen by name
+
+
 def test_a_file_that_changes_during_the_import(tmp_path: Path) -> None:
     """After its shard was written; later shards may be newer than the file."""
     source, out = tmp_path / "source", tmp_path / "out"

@@ -81,7 +81,7 @@ def import_cache(
         OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
         ChildProcessError: A worker process was killed, for example for lack of memory.
         ImportError: The format needs a package that is not installed; the message contains the command that installs it.
-        FileExistsError: `out` contains shards, and `resume` is False.
+        FileExistsError: `out` contains shards, and `resume` is False; or `out` is a folder with other shards.
         FileNotFoundError: `source` does not exist.
         StaleCacheError: `out` contains shards with another fingerprint.
     """
@@ -110,10 +110,15 @@ def import_cache(
     used = {*opened.metadata_files, *opened.bad}.union(*(sample.files for sample in samples))
     report.unused = [file for file in folder.names if file not in used] + folder.ignored
     pattern = ShardPattern(os.fsdecode(out))
-    if not resume and not is_url(pattern.folder):
-        for name in pattern.existing(folder_of(pattern.folder).names()).values():
+    if not is_url(pattern.folder):
+        names = folder_of(pattern.folder).names()
+        own = pattern.existing(names).values()
+        for name in own if not resume else ():
             remedy = "continue an interrupted import with --resume (resume=True), or choose another folder"
             raise FileExistsError(f"{pattern.locate(name)} exists; {remedy}")
+        for name in names if pattern.is_default else ():
+            if name.endswith(".tar") and not name.startswith(".") and name not in own:
+                raise FileExistsError(f"{pattern.locate(name)} is not a shard of this import; choose another folder")
     limits: dict[str, Any] = {"max_samples": max_samples, "max_nbytes": max_nbytes}
 
     # This writer locks the pattern. Each shard has a writer of its own, unless the path means a single shard.
