@@ -182,7 +182,7 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
         assert finish([child]) == [0]
 
 
-def test_what_a_killed_process_was_removing_is_removed(directory: Path) -> None:
+def test_a_folder_is_freed_after_a_kill_during_its_removal(directory: Path) -> None:
     ready, told = os.pipe()
 
     def work() -> None:

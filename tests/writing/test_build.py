@@ -198,27 +198,6 @@ def test_killed(tmp_path: Path) -> None:
     compare(tmp_path / "x", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("status", [None, 0])
-@pytest.mark.parametrize("where", ["fn", "item", "iterable"])
-def test_a_build_that_lacks_samples_never_ends_with_status_0(tmp_path: Path, where: str, status: int | None) -> None:
-    class Exiting(Numbers):
-        def __getitem__(self, i: int) -> Any:
-            if where != "fn" and i == 9:
-                sys.exit(status)
-            return super().__getitem__(i)
-
-    def fn(items: list[Any]) -> Any:
-        if items[0]["value"] == 8:
-            sys.exit(status)
-        return double(items)
-
-    source = (Exiting()[i] for i in range(COUNT)) if where == "iterable" else Exiting()
-    with pytest.raises(RuntimeError, match=r"sys\.exit with status 0.*pass another status") as caught:
-        build(source, tmp_path, fn, on_error="record")
-    assert isinstance(caught.value.__cause__, SystemExit)
-    assert len(tc.open(tmp_path)) == 8
-
-
 def test_workers_end_with_a_killed_process(tmp_path: Path) -> None:
     """Also if they wait until what they have read is taken."""
 
@@ -352,19 +331,12 @@ def stop_with(error: type[BaseException]) -> None:
     raise error
 
 
-class Exit(SystemExit):
-    """As of a signal handler that keeps the samples which are computed."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, Exit, None], ids=str)
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
 def test_batches_stay_the_same_ones(
     tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None

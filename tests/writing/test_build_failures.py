@@ -22,7 +22,7 @@ import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
 from tests.kills import compare
-from tests.writing.test_build import Exit, stop_with
+from tests.writing.test_build import stop_with
 from tests.writing.test_versions import is_killed, stop_at
 
 COUNT = 23
@@ -546,7 +546,7 @@ def test_a_version_of_an_item_that_can_no_longer_be_read(tmp_path: Path, by_posi
     assert items_of(listed(tmp_path / "v2")) == [3]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Exit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_interrupts_are_no_failures(tmp_path: Path, error: type[BaseException]) -> None:
     """What was listed before stays listed, unless it has been corrected and tried again."""
     texts, out = Texts(tmp_path / "texts"), tmp_path / "out"

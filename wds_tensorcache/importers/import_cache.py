@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from wds_tensorcache.arguments import as_int
@@ -199,11 +199,12 @@ def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished
     if any(map(is_url, finished.indexes)):
         return []
     written_ns = {path: os.stat(path).st_ctime_ns for path in finished.indexes}
-    changed_ns = lru_cache(maxsize=None)(lambda file: os.stat(folder.locate(file)).st_ctime_ns)
+    files = {file for sample in samples.values() for file in sample.files}
+    changed_ns = {file: os.stat(folder.locate(file)).st_ctime_ns for file in files}
     changed = []
     for key, sample in samples.items():
         (path, _), *_ = finished.find(finished.stored_key(key))
-        if any(changed_ns(file) > written_ns[path] for file in sample.files):
+        if any(changed_ns[file] > written_ns[path] for file in sample.files):
             changed.append(sample.name)
     return changed
 

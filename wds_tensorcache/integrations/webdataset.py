@@ -122,8 +122,8 @@ def decode(
     """
     for step in handlers:
         if not isinstance(step, str) and not callable(step):
-            what = f"tc.decode got {type(step).__name__}, expected handlers, such as 'pil' or functions"
-            raise TypeError(f"{what}; as a stage of a pipeline, call it: tc.decode()")
+            problem = f"tc.decode got {type(step).__name__}, expected handlers, such as 'pil' or functions"
+            raise TypeError(f"{problem}; as a stage of a pipeline, call it: tc.decode()")
     table = allow_table(allow)
     steps = [imagehandler(step) if isinstance(step, str) else step for step in handlers]
     members = MemberDecoder(steps, table, check_option(max_expanded_nbytes), **decoder)

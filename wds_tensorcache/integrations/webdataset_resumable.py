@@ -40,8 +40,8 @@ _DOES_ITSELF = (split_by_node, split_by_worker, tarfile_samples)
 _KEY_BITS = 30
 _NUM_KEYS = 1 << _KEY_BITS
 _MAX_EPOCH = 1 << (62 - _KEY_BITS)
-_NUM_RECENT = 16  # iterations that are remembered, so that their late workers find the epoch
-_NUM_WORKERS = 256
+_NUM_RECENT = 64  # iterations that are remembered, so that their late workers find the epoch
+_NUM_WORKERS = 1024
 
 
 class ResumablePipeline(IterableDataset[Any]):
@@ -157,10 +157,13 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def _find_rank(self) -> None:
         """Take over the rank from torch.distributed, if it was initialized after this stream was made."""
-        if self._is_rank_open:
-            self._rank, self._world_size = find_rank(None, None)
+        if not self._is_rank_open:
+            return
+        found = find_rank(None, None)
+        if found != (self._rank, self._world_size):
+            self._rank, self._world_size = found
             self._check_ranks()
-            self._is_rank_open = not is_distributed()
+        self._is_rank_open = not is_distributed()
 
     def __getstate__(self) -> dict[str, Any]:
         self._find_rank()  # for spawned workers, which do not know it

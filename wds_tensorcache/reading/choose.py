@@ -296,7 +296,7 @@ def _edges(weights: tuple[float, ...], matches: tuple[_Match, ...]) -> _Edges | 
 
 
 def _expand(patterns: Sequence[str], names: Collection[str]) -> dict[_Match, str]:
-    """Return the names that match patterns, each once, in the order of the patterns, by what tells them apart.
+    """Return the names that match patterns, each once, in the order of the patterns, by their matches.
 
     The names that match one pattern are in natural order: `captions.2` before `captions.10`.
     """
@@ -493,18 +493,18 @@ class ChosenRequest(Request):
                     decoded = decoded or Decoded(self, self.picked)
                     rows = decoded.find(find)
             rows = rows or list(map(find, samples or self.rows.samples()))
-            found = [expand(tuple(row)) for row in rows]
-            firsts = self.firsts.setdefault(group, found)
-            for i, (own, first) in enumerate(zip(found, firsts, strict=True)):
+            expanded = [expand(tuple(row)) for row in rows]
+            firsts = self.firsts.setdefault(group, expanded)
+            for i, (own, first) in enumerate(zip(expanded, firsts, strict=True)):
                 if not own:
                     rest = self.structures.selected(self.structures.whole(self.rows.sample(i)))
                     raise _lacks_all(self.key(i), name, patterns, rest if isinstance(rest, dict) else ())
                 if len(group.names) > 1 and own is not first:
                     _check_pairs(self.key(i), group, first, own)
             if group not in self.choices:
-                edges = partial(group.edges, found, range(len(found)), self.key)
-                self.choices[group] = self.chooser(group, np.array(list(map(len, found))), edges)
-            picks = zip(found, firsts, self.choices[group].tolist(), strict=True)
+                edges = partial(group.edges, expanded, range(len(expanded)), self.key)
+                self.choices[group] = self.chooser(group, np.array(list(map(len, expanded))), edges)
+            picks = zip(expanded, firsts, self.choices[group].tolist(), strict=True)
             names = [own[list(first)[choice]] for own, first, choice in picks]
             chosen[name] = [(alternative, row[alternative]) for alternative, row in zip(names, rows, strict=True)]
         self.known_values.update(chosen)  # at once, for other threads

@@ -128,7 +128,6 @@ def build(
             items or batch sizes. Or several ranks have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, JSON cannot represent the fingerprint, a digest is not a str, or a worker
             process cannot send an item.
-        RuntimeError: `fn` or an item called `sys.exit` with status 0.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from xxhash import xxh3_64_intdigest
 
 from wds_tensorcache.arguments import as_int
@@ -110,7 +110,6 @@ class Items(Dataset[Item]):
         self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
         self.compares = keys is None and not self._is_fixed and digest is None
         self.rank, self.world_size = rank, world_size
-        self._is_worker = False
         self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
@@ -159,7 +158,7 @@ class Items(Dataset[Item]):
             sampler=numbers,
             num_workers=num_workers,
             collate_fn=list,
-            worker_init_fn=self._begin_worker,
+            worker_init_fn=_begin_worker,
         ):
             yield from map(self._receive, batch)
 
@@ -168,11 +167,7 @@ class Items(Dataset[Item]):
         if isinstance(self._items, Cache):  # a cache fetches samples at urls together
             with contextlib.suppress(Exception):  # raised again for its item
                 items._items = dict(zip(numbers, self._items.__getitems__(numbers), strict=True))
-        return [items._send(number) if self._is_worker else items[number] for number in numbers]
-
-    def _begin_worker(self, worker: int) -> None:
-        self._is_worker = True
-        end_with_parent()  # Hazard: torch's worker would live on if its queue is full when its parent is killed.
+        return [items._send(number) if get_worker_info() else items[number] for number in numbers]
 
     # Hazard: torch waits for ever for a batch that its queue cannot pickle. So workers pickle each item themselves.
     def _send(self, number: int) -> Item | tuple[int, str, bytes]:
@@ -256,7 +251,7 @@ class Items(Dataset[Item]):
 
     def _failed(self, number: int, exc: Exception, key: str = "") -> Item:
         if not self.records:
-            if self._is_worker:
+            if get_worker_info():
                 ForkingPickler.dumps(type(exc))  # torch sends it; if it cannot be sent, this error has `exc` as context
             raise exc
         if self._keys is None:
@@ -281,6 +276,10 @@ class Items(Dataset[Item]):
             fault = f"digest returned a {type(digest).__name__}, expected a str"
             raise TypeError(f"item {number}, key {key!r:.100}: {fault}")
         return Item(number, key, value, digest, origin, members=members)
+
+
+def _begin_worker(worker: int) -> None:
+    end_with_parent()  # Hazard: torch's worker would live on if its queue is full when its parent is killed.
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
