@@ -157,6 +157,29 @@ def test_captions_in_settings_names_and_hashes_of_paths(tmp_path: Path) -> None:
         assert caption in found[f"vae/{stem}"]["caption"]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (None, {"a_cat": ["a dog"], "b": ["a cat"]}),
+        ("textfile", {"a_cat": ["a dog"], "b": ["a cat"]}),
+        ("filename", {"a_cat": ["a cat"], "b": None}),
+        ("csv", {"a_cat": None, "b": None}),
+    ],
+)
+def test_a_file_name_that_is_the_caption_of_another_image(
+    tmp_path: Path, strategy: str | None, expected: dict[str, list[str] | None]
+) -> None:
+    root = tmp_path / "in"
+    for i, (stem, caption) in enumerate([("a_cat", "a dog"), ("b", "a cat")]):
+        save(torch.randn(4, 8, 8), root / "vae" / vae_name(stem))
+        save(text_embeds(i), root / "text" / text_name(caption))
+        (root / f"{stem}.txt").write_text(caption)
+    write_backend(root, "set", {f"/data/{stem}.png": metadata(0) for stem in expected}, caption_strategy=strategy)
+    found, report = imported(root, tmp_path / "out")
+    assert report.ok
+    assert {stem: found[f"vae/{stem}"].get("caption") for stem in expected} == expected
+
+
 @pytest.mark.parametrize(("caption", "expected"), [(None, [""]), ("", [""]), ("\n", [""]), ("a cat", [None])])
 def test_empty_captions_by_path(tmp_path: Path, caption: str | None, expected: list[str | None]) -> None:
     """Models that hash the path add the caption to it, unless it is empty; older versions never added it."""

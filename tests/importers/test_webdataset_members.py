@@ -6,6 +6,7 @@ import io
 import operator
 import os
 import pickle
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,36 @@ def test_bad_tars(tmp_path: Path) -> None:
     assert list(found) == ["k0", "k1", "t0", "t1"]
     assert [each.name for each in report.skipped] == ["cut.tar", "text.tar", "twice.tar"]
     assert "occurs twice" in report.skipped[2].what
+
+
+def test_a_short_cut_tar_alone(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "cut.tar", {f"k{i}": {"npy": np.full(1000, i)} for i in range(2)})
+    os.truncate(tmp_path / "in" / "cut.tar", 10_000)
+    with pytest.raises(tc.FormatError, match=r"cut\.tar.*truncated"):
+        tc.import_cache(tmp_path / "in", tmp_path / "out")
+
+
+class Overwriting:
+    """A value whose pickle, when it is read, copies another tar over its own."""
+
+    def __init__(self, other: Path, own: Path) -> None:
+        self.paths = str(other), str(own)
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        return shutil.copyfile, self.paths
+
+
+def test_a_tar_that_is_overwritten_during_the_import(tmp_path: Path) -> None:
+    """Members are not read from places that were found before."""
+    own, other = tmp_path / "in" / "a.tar", tmp_path / "other.tar"
+    latents = {f"k{i}": {"npy": np.full(1000, i)} for i in range(4)}
+    first = {"k": {"pyd": pickle.dumps(Overwriting(other, own))}}
+    write(own, first | latents)
+    write(other, first | {key: {"npy": -members["npy"]} for key, members in latents.items()})
+    report = tc.import_cache(tmp_path / "in", tmp_path / "out", trust=True, on_error="skip", num_workers=1)
+    assert report.num_written == 1
+    assert [each.name for each in report.skipped] == list(latents)
+    assert all("a.tar: the shard was changed since it was opened" in each.what for each in report.skipped)
 
 
 def fix_checksums(raw: bytes) -> bytes:

@@ -23,9 +23,9 @@ If a tar is damaged, only the samples before the damaged sample are imported.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -37,6 +37,7 @@ from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
+from wds_tensorcache.storage.files import ShardFile
 
 _PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt"})
 _DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
@@ -68,15 +69,12 @@ def find_shard(folder: SourceFolder) -> str | None:
 
 
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
-    """Return the suffixes of the first members of a tar; return an empty list if the tar is damaged."""
-    try:
-        return [_split(member)[1] for member, *_ in islice(_scanner(folder, name), _NUM_PROBED)]
-    except (FormatError, OSError):
-        return []
-
-
-def _scanner(folder: SourceFolder, name: str) -> Scanner:
-    return Scanner(partial(folder.read_range, name), os.path.getsize(folder.locate(name)))
+    """Return the suffixes of the first members of a tar; of a damaged tar, those before the damage."""
+    suffixes: list[str] = []
+    with suppress(FormatError, OSError):
+        file = ShardFile(folder.locate(name))
+        suffixes.extend(_split(member)[1] for member, *_ in islice(Scanner(file.read, file.nbytes), _NUM_PROBED))
+    return suffixes
 
 
 def _split(member: str) -> tuple[str, str]:
@@ -89,29 +87,30 @@ def _kind(suffix: str) -> str:
 
 
 def _open(folder: SourceFolder) -> Source:
-    found: list[tuple[str, str, dict[str, _Extent]]] = []  # tar, key, members by suffix
+    found: list[tuple[ShardFile, str, str, dict[str, _Extent]]] = []  # tar, its name, key, members by suffix
     bad: dict[str, str] = {}
     for name in folder.by_suffix.get(".tar", ()):
         samples: dict[str, dict[str, _Extent]] = {}
         key = ""
         try:
-            scanner = _scanner(folder, name)
+            file = ShardFile(folder.locate(name))
+            scanner = Scanner(file.read, file.nbytes)
             for member, begin, nbytes in scanner:
                 key, suffix = _split(member)
                 members = samples.setdefault(key, {})
                 if suffix in members:
                     raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
                 members[suffix] = begin, begin + nbytes
-            hidden = find_header(partial(folder.read_range, name), scanner.end, os.path.getsize(folder.locate(name)))
+            hidden = find_header(file.read, scanner.end, file.nbytes)
             if hidden is not None:
                 bad[name] = str(hidden_members(scanner.end, hidden))
             bad |= {f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links}
         except (FormatError, OSError) as exc:
             bad[name] = str(exc)
             samples.pop(key, None)  # it may lack members
-        found += [(name, key, members) for key, members in samples.items()]
-    doubles = [key for key, count in Counter(key for _, key, _ in found).items() if count > 1]
-    notes = _note_stems([(key, members) for _, key, members in found])
+        found += [(file, name, key, members) for key, members in samples.items()]
+    doubles = [key for key, count in Counter(key for _, _, key, _ in found).items() if count > 1]
+    notes = _note_stems([(key, members) for _, _, key, members in found])
     if doubles:
         listed = f"{format_count(len(doubles), 'key')}, for example {list_names(doubles[:_NUM_NAMED])}"
         notes.append(f"several tars have the same {listed}, so all keys begin with the path of their tar")
@@ -120,10 +119,10 @@ def _open(folder: SourceFolder) -> Source:
             SourceSample(
                 f"{name[:-4]}/{key}" if doubles else key,
                 (name,),
-                partial(_load, folder, name, key, members),
+                partial(_load, folder, file, name, key, members),
                 key if not doubles and is_safe_key(key) else None,
             )
-            for name, key, members in found
+            for file, name, key, members in found
         ],
         bad=bad,
         notes=notes,
@@ -144,8 +143,9 @@ def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
     ]
 
 
-def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:
-    raw = _read(folder, name, extents)
+def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:
+    raw = _read(file, extents)
+    file.check_unchanged()
     values: dict[str, Any] = {}
     for suffix in [suffix for suffix in raw if _kind(suffix) in _DECODED]:
         try:
@@ -162,12 +162,12 @@ def _load(folder: SourceFolder, name: str, key: str, extents: dict[str, _Extent]
     return Loaded({names[suffix] if is_clear else suffix: value for suffix, value in values.items()}, raw)
 
 
-def _read(folder: SourceFolder, name: str, extents: dict[str, _Extent]) -> dict[str, bytes]:
+def _read(file: ShardFile, extents: dict[str, _Extent]) -> dict[str, bytes]:
     """Return the contents of a sample's members by suffix. Adjacent members are read with one system call."""
     first, last = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
     if last - first > sum(end - begin for begin, end in extents.values()) + _MAX_GAP * len(extents):
-        return {suffix: folder.read_range(name, *extent) for suffix, extent in extents.items()}
-    span = memoryview(folder.read_range(name, first, last))
+        return {suffix: file.read(*extent) for suffix, extent in extents.items()}
+    span = memoryview(file.read(first, last))
     return {suffix: bytes(span[begin - first : end - first]) for suffix, (begin, end) in extents.items()}
 
 

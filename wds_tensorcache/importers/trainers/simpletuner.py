@@ -17,8 +17,9 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
 
 - `image_path` and `image_metadata` come from the JSON files. With these files, a sample's name is the folder of its file and
   the image's file name without suffix. Otherwise the name is the path of the file without suffix.
-- `text` has one dict for each caption that the cache contains. Captions are found in `.txt` files next to the images, in the
-  file names of images, and in `instance_prompt`. If the name of a file hashes only the path of its image, the caption is `""`;
+- `text` has one dict for each caption that the cache contains. Captions are found by the `caption_strategy` in the JSON: in
+  `.txt` files next to the images, or in the file names of images; without a strategy, in the `.txt` file if the image has one.
+  An `instance_prompt` is a caption, too. If the name of a file hashes only the path of its image, the caption is `""`;
   it is None if the image has a caption, because older versions left it out of the hash. A sample is bad if its image has a
   `.txt` file, and the cache contains none of the image's captions although other images have text. Embeddings that several
   images share are stored with each image.
@@ -64,6 +65,11 @@ class _Backend:
     config: dict[str, Any] = field(default_factory=dict)
     images: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata by path
 
+    @property
+    def strategy(self) -> Any:
+        """Where captions come from, for example "filename" or "textfile"; None if the JSON does not tell."""
+        return self.config.get("caption_strategy")
+
 
 @dataclass(frozen=True, slots=True)
 class _Image:
@@ -107,7 +113,7 @@ def _open(folder: SourceFolder) -> Source:
         path, _, file = name.rpartition("/")
         images = images_of.get(file[: -len(".pt")], [])
         best = _best_image(name, images)
-        caption_file = _find_captions(folder, best) if best else None
+        caption_file = _find_captions(folder, best) if best and best.backend.strategy in (None, "textfile") else None
         hashes: dict[str, str | None] = {}
         if best and len(models) == 1:
             hashes = _text_hashes(folder, best, caption_file)
@@ -194,8 +200,11 @@ def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
 
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
     """Return the possible captions of an image by hash; the caption is None if the hash does not depend on it."""
-    captions = [image.stem, image.stem.replace("_", " ")]
-    caption_of_path: str | None = ""  # newer versions hash the path alone only for an empty caption
+    strategy = image.backend.strategy
+    uses_name = strategy == "filename" or (strategy is None and caption_file is None)
+    captions = [image.stem, image.stem.replace("_", " ")] if uses_name else []
+    # newer versions hash the path alone only for an empty caption, which is "" in a .txt file
+    caption_of_path: str | None = "" if strategy in (None, "textfile") else None
     if caption_file is not None:
         with suppress(FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
             text = folder.read(caption_file, 1 << 20).decode()
