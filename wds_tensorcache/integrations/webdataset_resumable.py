@@ -8,6 +8,7 @@ import os
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
@@ -217,7 +218,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
         `DataLoader` workers have their own numbers, which their warnings show.
         """
-        return self._progress[3]
+        return self._progress.num_repeated
 
     @property
     def num_left_out(self) -> int | None:
@@ -225,16 +226,18 @@ class ResumablePipeline(IterableDataset[Any]):
 
         None if no manifest lists the samples. `DataLoader` workers have their own numbers, which their warnings show.
         """
-        if self._progress[0]:
+        if self._progress.num_passes:
             return 0
         counts = [self._num_samples[shard] for shard in self._shards()]
-        return None if None in counts else sum(count for count in counts if count is not None) - self._progress[2]
+        return (
+            None if None in counts else sum(count for count in counts if count is not None) - self._progress.num_samples
+        )
 
     def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
         """Set the position at which the next iteration starts, and end the current iteration."""
         self._iteration += 1
         self._epoch, self._done, self._is_over, self._is_next = epoch, done, is_over, True
-        self._progress = [0, 0, 0, 0]  # passes that ended, batches, samples of pass 0, repeated samples
+        self._progress = _Progress()
         if get_worker_info() is None:
             self._epochs.put(epoch if is_over else epoch - 1)
 
@@ -248,7 +251,7 @@ class ResumablePipeline(IterableDataset[Any]):
                 )
             self._pid, self._iteration = os.getpid(), 0
             self._done, self._is_over, self._is_next = {}, False, False
-            self._progress = [0, 0, 0, 0]
+            self._progress = _Progress()
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
@@ -266,7 +269,7 @@ class ResumablePipeline(IterableDataset[Any]):
         is_given, self._is_next = self._is_next and not is_replaced, False
         epoch = self._epochs.begin(info, self._iteration, self._epoch if is_given else None)
         if not is_given:
-            self._epoch, self._done, self._is_over, self._progress = epoch, {}, False, [0, 0, 0, 0]
+            self._epoch, self._done, self._is_over, self._progress = epoch, {}, False, _Progress()
 
     def _items(self, iteration: int, info: Any) -> Iterator[Any]:
         if iteration == self._iteration:
@@ -278,8 +281,8 @@ class ResumablePipeline(IterableDataset[Any]):
         share = self._share()
         done, progress = self._done, self._progress
         batch: list[tuple[Any, list[tuple[int, int]], dict[int, _Done], bool]] = []
-        num_passes = progress[0]
-        while share is None or progress[1] < share:
+        num_passes = progress.num_passes
+        while share is None or progress.num_batches < share:
             is_whole, is_empty = not done, True
             for item in DataPipeline(partial(self._samples, done), *self._stages):
                 if iteration != self._iteration:
@@ -295,9 +298,9 @@ class ResumablePipeline(IterableDataset[Any]):
                 if len(batch) < (self._batch_size or 1):
                     continue
                 # only a whole batch moves the position, so that a state never skips items that wait for their batch
-                self._done, progress[0] = done, num_passes
+                self._done, progress.num_passes = done, num_passes
                 yield self._finish(batch)
-                if share is not None and progress[1] == share:
+                if share is not None and progress.num_batches == share:
                     break
             if share is None:
                 if batch:
@@ -308,7 +311,7 @@ class ResumablePipeline(IterableDataset[Any]):
                     f"no item left the last stage in a pass over the shards of rank {self._rank}, but its worker needs "
                     f"{share:,} batches; let the stages drop fewer samples, or use fewer workers or other shards"
                 )
-            if progress[1] < share:
+            if progress.num_batches < share:
                 done, num_passes = {}, num_passes + 1
         if iteration == self._iteration:
             self._is_over = True
@@ -320,8 +323,11 @@ class ResumablePipeline(IterableDataset[Any]):
         for _, positions, done, is_repeated in batch:
             for shard, index in positions:
                 done.setdefault(shard, _Done()).add(index)
-            self._progress[2 + is_repeated] += len(positions)
-        self._progress[1] += 1
+            if is_repeated:
+                self._progress.num_repeated += len(positions)
+            else:
+                self._progress.num_samples += len(positions)
+        self._progress.num_batches += 1
         batch.clear()
         if self._batch_size is None:
             return items[0]
@@ -352,9 +358,8 @@ class ResumablePipeline(IterableDataset[Any]):
         has_warned = self._epochs.has_warned
         if share is None or has_warned[worker % _NUM_WORKERS]:
             return
-        *_, num_used, num_repeated = self._progress
-        num_left_out = self.num_left_out
-        if not num_repeated and num_left_out == 0:
+        progress, num_left_out = self._progress, self.num_left_out
+        if not progress.num_repeated and num_left_out == 0:
             return
         has_warned[worker % _NUM_WORKERS] = True
         rest = (
@@ -363,8 +368,8 @@ class ResumablePipeline(IterableDataset[Any]):
             else f"{num_left_out:,} were left out"
         )
         warnings.warn(
-            f"epoch {self._epoch}, rank {self._rank}, worker {worker}: {share:,} steps used {num_used:,} samples; "
-            f"{num_repeated:,} were repeated, and {rest}. Later epochs do not warn",
+            f"epoch {self._epoch}, rank {self._rank}, worker {worker}: {share:,} steps used {progress.num_samples:,} samples; "
+            f"{progress.num_repeated:,} were repeated, and {rest}. Later epochs do not warn",
             stacklevel=user_level(),
         )
 
@@ -454,7 +459,7 @@ class ResumablePipeline(IterableDataset[Any]):
         starts = {str(shard): start for shard, done in self._done.items() if (start := done.first_start()) is not None}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
         if self._steps is not None:
-            state["progress"] = list(self._progress)
+            state["progress"] = list(astuple(self._progress))
         return state | {"of": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -481,7 +486,7 @@ class ResumablePipeline(IterableDataset[Any]):
         if not isinstance(progress, list) or len(progress) != 4 or not _are_counts(*progress):
             raise ValueError(f"the state is damaged: progress {progress!r:.100}")
         self._move(epoch, _parse_done(fields.get("done"), fields.get("starts", {}), len(self._urls)), is_over=is_over)
-        self._progress = list(progress)
+        self._progress = _Progress(*progress)
 
     def _identity(self) -> dict[str, Any]:
         worker, num_workers = _find_worker()
@@ -554,6 +559,22 @@ class _SharedEpochs:
     def is_in_workers(self) -> bool:
         """Return whether workers, and not the main process, began the last epoch."""
         return int(self._cells[:, 0].max()) % _NUM_KEYS != 0
+
+
+@dataclass
+class _Progress:
+    """What a process has yielded of its epoch, with `steps`.
+
+    Attributes:
+        num_passes: Number of passes over its shards that have ended.
+        num_batches: Number of batches.
+        num_samples, num_repeated: Number of samples of the first pass, and of later passes, in these batches.
+    """
+
+    num_passes: int = 0
+    num_batches: int = 0
+    num_samples: int = 0
+    num_repeated: int = 0
 
 
 class _Done:
