@@ -499,7 +499,8 @@ def test_a_version(tmp_path: Path) -> None:
     failed = ["n0003", "n0006", f"n{new:04d}"]
     assert [key for key, _ in build_broken(texts, tmp_path / "v2", fn, **old).failures] == failed
     assert not (tmp_path / "v2").exists()
-    with pytest.warns(UserWarning, match="3 items failed"):
+    listed_in = re.escape(str(tmp_path / "v2" / "failures.jsonl"))
+    with pytest.warns(UserWarning, match=f"3 items failed, listed in {listed_in}"):
         build(texts, tmp_path / "v2", fn, **old, allow_failures=True).close()
     values = {f"n{i:04d}": i + 100 * (i < 5) for i in range(COUNT) if i not in (3, 6, new)}
     check(tmp_path / "v2", values)

@@ -138,12 +138,17 @@ class Failures:
         if not contents[-1]:
             self.folder.delete([name])
 
-    def report(self, allow: bool, remedy: str = "call build again, which tries these items again") -> None:
-        """Raise BuildError if items have failed; with `allow`, warn instead."""
+    def report(
+        self,
+        allow: bool,
+        remedy: str = "call build again, which tries these items again",
+        folder: str | None = None,
+    ) -> None:
+        """Raise BuildError if items have failed; with `allow`, warn instead. `folder` is the one that will have the file."""
         if not self.new:
             return
         failures = sorted(self.new.values(), key=lambda failure: failure.item)
-        first, path = failures[0], shown(self.folder.locate(self.name))
+        first, path = failures[0], os.path.join(folder, self.name) if folder else shown(self.folder.locate(self.name))
         problem = f"{format_count(len(failures), 'item')} failed, listed in {path}; the first is {first.place}: "
         problem += f"{first.error}: {first.text}"
         if allow:

@@ -119,12 +119,14 @@ def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
     keys: set[str] = set()
     try:
         if items.world_size > 1:
-            _compute(job, old, pattern, keys)
+            _, failures = _compute(job, old, pattern, keys)
+            failures.report(job.allows_failures)
             return False
         with closing(WriterLock(ShardPattern(os.path.join(folder, "version.tar")))):
             if has_entries(out):
                 raise FileExistsError(f"{out}: another call has written this version since this one started")
             changes, failures = _compute(job, old, pattern, keys)
+            failures.report(job.allows_failures, folder=out if job.allows_failures else None)
             # an earlier call may have computed such a sample, before its item changed
             failed = {failure.key for failure in failures.new.values()}
             changes = {place: None if key in failed else key for place, key in changes.items()}
@@ -171,7 +173,6 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
     if job.items.world_size > 1:
         new = list_new(pattern, finished, job.options)
         refuse_shared(new, pattern, keys, "call build on one process, which computes the missing samples")
-    failures.report(job.allows_failures)
     return changes, failures
 
 
