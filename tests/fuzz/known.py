@@ -106,11 +106,12 @@ class Known:
         if kind in (5, 6, 7):
             self.extended.append((first, len(self.archive)))
 
-    def is_exposed(self, damage: Damage) -> bool:
+    def is_exposed(self, damage: Damage, has_end: bool) -> bool:
         """Return whether a search may find members inside a tar in the tar, in spite of an index.
 
         An index alone proves nothing, since it may be stale or forged, and members outside caches have no digest. A member that
-        lost its header counts as present if the member after it is where the index says; for the last one, the member before.
+        lost its header counts as present if the member after it is where the index says; for the last one, the member before,
+        and the index must tell where the archive ends (`has_end`): that of a shard of another length does not.
         Members without a suffix are in no index, and a search after a damaged header does not end at them.
         """
         for first, end in self.tars:
@@ -119,7 +120,7 @@ class Known:
             if not damage.hits([(first, first + BLOCK)], len(self.archive)):
                 continue
             before = [each for each in self.indexed if each[1] <= first]
-            beside = [each for each in self.indexed if each[0] >= end][:1] or before[-1:]
+            beside = [each for each in self.indexed if each[0] >= end][:1] or before[-1:] * has_end
             if not beside or damage.hits(beside, len(self.archive)):
                 return True
         return False
@@ -183,7 +184,7 @@ def judge(data: bytes, folder: Path) -> None:
     headers = [(begin, begin + BLOCK) for begin in known.headers] + known.extended
     is_searched = damage.hits(headers, len(content))  # otherwise no search for headers starts
     if is_indexed and not damage.is_cut:
-        is_searched = is_searched and known.is_exposed(damage)
+        is_searched = is_searched and known.is_exposed(damage, has_end=not options & 4)
     inner = known.inner if is_searched else set()
     allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
     for key in keys:

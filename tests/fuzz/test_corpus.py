@@ -11,6 +11,7 @@ import pytest
 
 from tests.fuzz.targets import TARGETS, run
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*links to other files are not followed")
 MAX_SECONDS = 1
 # real encoder output, edge cases by hand, and what broke a target once (`found-…`)
 FILES = sorted(path for path in (Path(__file__).parent / "corpus").rglob("*") if path.is_file())
@@ -37,7 +38,6 @@ def test_target(path: Path) -> None:
 
 
 @each
-@pytest.mark.filterwarnings("ignore:.*links to other files are not followed")
 def test_cut_and_damaged(path: Path) -> None:
     target, data = path.parent.name, path.read_bytes()
     places = random.Random(path.name)
