@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,9 @@ os.environ["TENSORCACHE_INDEXES"] = "off"
 # A shell lets what it starts in the background ignore interrupts, and so would every process that a test starts and interrupts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# For each worker process of an iteration that an error ended, torch waits for half a second, not for five.
+torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 if importlib.util.find_spec("hypothesis"):  # the `gpu` tests run where it cannot be installed
     from hypothesis import HealthCheck, settings
@@ -51,14 +54,6 @@ def _small_heap() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let torch wait half a second, not five, for the worker processes of an iteration that an error ended."""
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
-    yield
-    gc.collect()  # the error holds the iterator, in a cycle
 
 
 class Seeded(random.Random):

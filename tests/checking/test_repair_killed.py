@@ -25,7 +25,7 @@ def damaged(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("is_there", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_killed_at_every_step(tmp_path: Path, is_there: bool) -> None:
     source, whole, out = damaged(tmp_path / "a"), tmp_path / "whole", tmp_path / "b" / "out"
     tc.repair(source, whole)

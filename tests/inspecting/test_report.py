@@ -170,6 +170,7 @@ def test_hostile_content_stays_text(tmp_path: Path) -> None:
     assert not any(card["error"] for card in report["samples"])
 
 
+@pytest.mark.long
 def test_a_thousand_samples_fit_in_ten_megabytes(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with tc.ShardWriter(f"{tmp_path}/%05d.tar") as sink:

@@ -266,6 +266,7 @@ def test_all_reduce_in_each_step(folder: str, tmp_path: Path) -> None:
     subprocess.run(launch, check=True, timeout=300)
 
 
+@pytest.mark.long
 def test_torch_distributed_is_initialized_later(tmp_path: Path, folder: str) -> None:
     arguments = [sys.executable, "-W", "ignore", "-c", LATE, folder, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*arguments, rank], stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]

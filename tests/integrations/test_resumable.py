@@ -207,7 +207,9 @@ def test_a_state_at_the_end_of_an_epoch(urls: list[str]) -> None:
     assert epochs(second, 0, 2) == orders[:2]
 
 
-@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("num_workers", "persistent"), [(0, False), (2, False), pytest.param(2, True, marks=pytest.mark.long)]
+)
 def test_stateful_data_loader(urls: list[str], num_workers: int, persistent: bool) -> None:
     def begun() -> Any:
         stream = tc.ResumablePipeline(urls, tc.decode(), batched(2))
@@ -311,7 +313,9 @@ def order(urls: list[str], epoch: int, num_workers: int) -> list[int]:
     return _ORDERS[epoch, num_workers]
 
 
-@pytest.mark.parametrize(("context", "counts"), [("fork", (2, 1, 0, 2)), ("spawn", (0, 1, 0))])
+@pytest.mark.parametrize(
+    ("context", "counts"), [("fork", (2, 1, 0, 2)), pytest.param("spawn", (0, 1, 0), marks=pytest.mark.long)]
+)
 def test_the_number_of_workers_may_change(urls: list[str], context: str, counts: tuple[int, ...]) -> None:
     stream = tc.ResumablePipeline(urls, tc.decode())
     for epoch, num_workers in enumerate(counts):

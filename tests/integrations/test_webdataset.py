@@ -178,7 +178,7 @@ def double(sample: dict[str, Any]) -> torch.Tensor:
     return sample["tensorcache"]["latent"]["samples"] * 2
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # fork, from Python 3.12 on
 def test_workers(shard: str, context: str) -> None:
     pipeline = wds.DataPipeline(

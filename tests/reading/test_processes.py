@@ -129,7 +129,6 @@ def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.usefixtures("impatient")
 def test_data_loader(cache: tc.TensorCache, method: str) -> None:
     check(cache, list(range(COUNT)))
     options: dict[str, Any] = {"batch_size": 6, "num_workers": 1, "multiprocessing_context": method}

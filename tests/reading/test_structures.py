@@ -63,7 +63,6 @@ def test_small_values_do_not_vanish(tmp_path: Path, samples: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("samples", [SMALL["inside of a list"], UNLIKE["other keys"]], ids=["values", "tensors"])
-@pytest.mark.usefixtures("impatient")
 def test_worker_processes_raise(tmp_path: Path, samples: list[Any]) -> None:
     with tc.open(write(tmp_path, samples)) as cache:
         loader = DataLoader(range(2), batch_size=2, num_workers=1, collate_fn=cache.read_batch, timeout=60)

@@ -141,6 +141,7 @@ def short(store: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.long
 def test_a_connection_that_drops_at_every_byte(
     store: HttpServer, url: str, files: dict[str, bytes], tmp_path: Path, name: str
 ) -> None:

@@ -255,7 +255,7 @@ def test_damaged_states(http_server: HttpServer, tmp_path: Path, starts: Any) ->
         stream.load_state_dict(state)
 
 
-def test_workers_resume(server: HttpServer, impatient: None) -> None:
+def test_workers_resume(server: HttpServer) -> None:
     def loader() -> Any:
         stream = tc.ResumablePipeline(pattern(server), tc.decode(lazy=False))
         return StatefulDataLoader(stream, batch_size=None, num_workers=2)
@@ -281,7 +281,7 @@ def test_credentials_are_in_no_sample_pickle_or_error(http_server: HttpServer, t
         assert "secret" not in text
 
 
-def test_workers_get_the_secret_parts(http_server: HttpServer, tmp_path: Path, impatient: None) -> None:
+def test_workers_get_the_secret_parts(http_server: HttpServer, tmp_path: Path) -> None:
     url = http_server.put("a.tar", tar_of(2, 10, tmp_path / "a.tar"))
     stream = tc.ResumablePipeline(f"{url.replace('://', '://user:secret@')}?signature=secret")
     loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
@@ -369,7 +369,7 @@ def test_closing_ends_the_requests(http_server: HttpServer, tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("new_forkserver")
-def test_workers_read_from_an_object_store(write_server: WriteServer, folder: Path, impatient: None) -> None:
+def test_workers_read_from_an_object_store(write_server: WriteServer, folder: Path) -> None:
     for shard in range(len(SIZES)):
         write_server.put(f"streams/{shard}.tar", (folder / f"{shard}.tar").read_bytes())
     stream = tc.ResumablePipeline("s3://bucket/streams/", tc.decode(lazy=False))

@@ -237,6 +237,7 @@ def test_clearing_removes_links_and_sockets_but_no_folders(directory: Path, tmp_
     assert [(file.name, file.read_text()) for file in outside.iterdir()] == [("file", "kept")]
 
 
+@pytest.mark.long
 def test_a_batch_of_more_than_2_to_the_19_samples(directory: Path) -> None:
     samples = [{"x": torch.zeros(LARGE), "y": torch.tensor([i])} for i in range(3)]
     indices = np.arange((1 << 19) + 4) % 3

@@ -180,6 +180,7 @@ CACHES = """
 
 
 @linux
+@pytest.mark.long
 def test_four_caches_of_300_shards(tmp_path: Path) -> None:
     """Joined, mixed, and one trained while three are validated."""
     folders = [tmp_path / str(i) for i in range(4)]

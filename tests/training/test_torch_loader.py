@@ -190,7 +190,6 @@ def killed(samples: list[Any]) -> Any:
         (True, killed, RuntimeError, "exited unexpectedly|killed by signal"),
     ],
 )
-@pytest.mark.usefixtures("impatient")
 def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error: Any, message: str) -> None:
     """The position stays that of the last batch given, and the next iteration has new workers where they died."""
     made = tc.torch_loader(cache, 4, **workers(2, persistent), collate=collate)
@@ -245,7 +244,6 @@ class Exhausted:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.usefixtures("impatient")
 def test_a_function_that_raises_stop_iteration_ends_no_epoch(cache: Any, num_workers: int) -> None:
     collate = Exhausted()
     made = tc.torch_loader(cache, 4, collate=collate, **workers(num_workers))

@@ -36,7 +36,7 @@ tc.build(range(int(sys.argv[2])), lambda items: [wait(i) for i in items], sys.ar
 """
 
 
-@pytest.mark.parametrize("code", [_WRITE, _BUILD], ids=["writer", "build"])
+@pytest.mark.parametrize("code", [_WRITE, pytest.param(_BUILD, marks=pytest.mark.long)], ids=["writer", "build"])
 def test_ctrl_c(tmp_path: Path, code: str) -> None:
     command = [sys.executable, "-c", _BEGIN + code, str(tmp_path), str(COUNT)]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -75,7 +75,7 @@ threading.Thread(target=work).start() if sys.argv[1] == "thread" else atexit.reg
 """
 
 
-@pytest.mark.parametrize("kind", ["thread", "atexit"])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("atexit", marks=pytest.mark.long)])
 def test_all_samples_are_there(tmp_path: Path, kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT, kind], cwd=tmp_path, capture_output=True, text=True, timeout=120
