@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,16 @@ def test_killed(tmp_path: Path) -> None:
     compare(tmp_path / "x", tmp_path / "whole")
 
 
+def test_workers_end_with_an_error(tmp_path: Path) -> None:
+    class Failing(Numbers):
+        def __getitem__(self, i: int) -> Any:
+            return super().__getitem__(i) if i != 9 else stop_with(ZeroDivisionError)
+
+    with pytest.raises(ZeroDivisionError, match="Caught ZeroDivisionError in DataLoader worker"):
+        build(Failing(), tmp_path, num_workers=2)
+    assert not active_children()
+
+
 def test_workers_end_with_a_killed_process(tmp_path: Path) -> None:
     """Also if they wait until what they have read is taken."""
 
@@ -216,6 +227,31 @@ def test_workers_end_with_a_killed_process(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)
     assert finish([child]) == [-signal.SIGKILL]
     assert select.select([reading], [], [], 60)[0]  # no process has the other end any more
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+def test_workers_that_start_end_with_a_killed_process(tmp_path: Path) -> None:
+    """A worker stops itself right after it is forked, and goes on when its parent has been killed."""
+
+    def stop() -> None:
+        os.write(writing, b"%d" % os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def work() -> None:
+        os.register_at_fork(after_in_child=stop)
+        build(Numbers(), tmp_path, num_workers=1)
+
+    reading, writing = os.pipe()
+    child = start(work)
+    os.close(writing)
+    worker = int(os.read(reading, 20))
+    while "(stopped)" not in Path(f"/proc/{worker}/status").read_text():
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    assert finish([child]) == [-signal.SIGKILL]
+    os.kill(worker, signal.SIGCONT)
+    assert select.select([reading], [], [], 60)[0]
     assert os.read(reading, 1) == b""
     os.close(reading)
 

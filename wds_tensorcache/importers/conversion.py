@@ -237,9 +237,7 @@ _worker: Conversion  # of a worker process
 def _begin_worker(conversion: Conversion, parent: int) -> None:
     global _worker
     _worker = conversion
-    end_with_parent()
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

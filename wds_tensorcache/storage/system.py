@@ -72,10 +72,15 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def end_with_parent() -> None:
-    """On Linux, have this process killed when the thread that started it ends, also if its parent is killed."""
+def end_with_parent(parent: int | None) -> None:
+    """On Linux, have this process killed when the thread that started it ends, also if its parent is killed.
+
+    `parent` is the pid of the parent, which may have ended already; None if another process forks, as for `forkserver`.
+    """
     if _IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent not in (None, os.getppid()):
+            os._exit(1)
 
 
 def start_writeback(fd: int, begin: int, nbytes: int) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_start_method
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -152,15 +155,22 @@ class Items(Dataset[Item]):
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
         num_workers = min(len(numbers), self._num_workers) if num_workers is None else num_workers
-        for batch in DataLoader(
-            self,
-            batch_size=self.batch_size,
-            sampler=numbers,
-            num_workers=num_workers,
-            collate_fn=list,
-            worker_init_fn=_begin_worker,
-        ):
-            yield from map(self._receive, batch)
+        try:
+            for batch in DataLoader(
+                self,
+                batch_size=self.batch_size,
+                sampler=numbers,
+                num_workers=num_workers,
+                collate_fn=list,
+                worker_init_fn=partial(_begin_worker, None if get_start_method() == "forkserver" else os.getpid()),
+            ):
+                yield from map(self._receive, batch)
+        except Exception as exc:
+            if num_workers:
+                # A frame of torch in the traceback refers to the error. Because of this cycle, torch would wait 5 s for each
+                # worker when the error is freed. The worker's traceback is in the error's text.
+                exc.__traceback__ = None
+            raise exc
 
     def __getitems__(self, numbers: list[int]) -> list[Any]:  # for DataLoader, in any process
         items = copy.copy(self)
@@ -278,8 +288,8 @@ class Items(Dataset[Item]):
         return Item(number, key, value, digest, origin, members=members)
 
 
-def _begin_worker(worker: int) -> None:
-    end_with_parent()  # Hazard: torch's worker would live on if its queue is full when its parent is killed.
+def _begin_worker(parent: int | None, worker: int) -> None:
+    end_with_parent(parent)  # Hazard: torch's worker would live on if its queue is full when its parent is killed.
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
