@@ -573,6 +573,22 @@ def test_none_is_no_alternative(tmp_path: Path) -> None:
                 list(cache.read_batch([1], choose={"chosen": name})["chosen"])
 
 
+def test_texts_under_other_keys(tmp_path: Path) -> None:
+    """Only what remains of the samples must be alike."""
+    with tc.ShardWriter(tmp_path) as sink:
+        for i in range(7):
+            texts = {f"t{number}": f"{i}.{number}" for number in range(i % 3, 3)}
+            sink.write(f"{i}", {"x": torch.tensor([i]), "texts": texts, "i": i, "n": {"i": i}})
+        sink.write("8", {"x": torch.tensor([8]), "texts": {"t": "8"}, "i": 8, "n": {"j": 8}})
+    with tc.open(tmp_path) as cache:
+        batch = cache.read_batch(range(7), choose={"text": "texts.*"})
+        assert batch["i"] == batch["n"]["i"] == batch["x"].flatten().tolist() == list(range(7))
+        assert batch["text"] == [f"{i}.{i % 3}" for i in range(7)]
+        assert list(batch) == ["x", "i", "n", "text"]
+        with pytest.raises(tc.BatchError, match=r"'8' has nothing at 'n\.i', but '0' has a value"):
+            list(cache.read_batch([0, 7], choose={"text": "texts.*"})["i"])
+
+
 def test_lists_of_tensors_and_other_items(tmp_path: Path) -> None:
     """The rest of a list has None in place of its tensors."""
     folder = write(tmp_path, [{"t": [torch.ones(2), None, ["s"]], "y": i} for i in range(3)])

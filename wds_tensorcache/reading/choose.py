@@ -26,7 +26,7 @@ from torch.utils.data import get_worker_info
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.reference import component
-from wds_tensorcache.codec.tree import SEQUENCES, Path, Wanted, flatten, project
+from wds_tensorcache.codec.tree import SEQUENCES, Path, Wanted, flatten, project, rebuild
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
@@ -695,6 +695,13 @@ class _Rest(Structures):
                 if place[key] is None:
                     del place[key]
         return kept
+
+    def comparable(self, sample: Any) -> Any:
+        sample = rebuild(sample, lambda leaf: leaf)  # a copy of its containers
+        for patterns in self._alternatives.patterns.values():
+            for place, key in _places(sample, patterns):
+                del place[key]
+        return sample
 
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
         missing = super()._missing(layouts, base, fixed)

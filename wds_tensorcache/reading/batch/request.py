@@ -112,6 +112,10 @@ class Structures:
             drop_none(sample, name)
         return sample
 
+    def comparable(self, sample: Any) -> Any:
+        """Return a sample without the values that need not be alike in a batch."""
+        return sample
+
     def find_base(self, layouts: Layouts) -> int:
         """Return the sample with the most selected tensors. A tie goes to more tensors in all, then to the first sample."""
         if not layouts.is_mixed:

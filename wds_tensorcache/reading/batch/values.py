@@ -196,12 +196,13 @@ class Decoded:
         """Return sample `i`; raise BatchError if its structure differs from the batch's structure."""
         request, structures = self._request, self._request.structures
         sample = request.whole_sample(i)
-        mismatch = difference(self.structure.sample, sample, structures.wanted)
+        first, other = map(structures.comparable, (self.structure.sample, sample))
+        mismatch = difference(first, other, structures.wanted)
         if mismatch is not None:
-            where, first, other = mismatch
+            where, expected, actual = mismatch
             base = request.key(structures.find_base(self._layouts))
             raise BatchError(
-                f"sample {request.key(i)!r} has {other} {where}, but {base!r} has {first}: their structures differ; "
+                f"sample {request.key(i)!r} has {actual} {where}, but {base!r} has {expected}: their structures differ; "
                 "collate with a function, or use read_tensors"
             )
         return sample
