@@ -155,6 +155,8 @@ class Items(Dataset[Item]):
 
     def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
         num_workers = min(len(numbers), self._num_workers) if num_workers is None else num_workers
+        # `get_start_method` fixes the start method for the process, as the start of a worker does
+        parent = os.getpid() if num_workers and get_start_method() != "forkserver" else None
         try:
             for batch in DataLoader(
                 self,
@@ -162,7 +164,7 @@ class Items(Dataset[Item]):
                 sampler=numbers,
                 num_workers=num_workers,
                 collate_fn=list,
-                worker_init_fn=partial(_begin_worker, None if get_start_method() == "forkserver" else os.getpid()),
+                worker_init_fn=partial(_begin_worker, parent),
             ):
                 yield from map(self._receive, batch)
         except Exception as exc:
