@@ -95,5 +95,5 @@ def _recognize(form: Format, folder: SourceFolder) -> int:
     except (TensorCacheError, OSError):  # a bad file, which importing it reports
         return 0
     except Exception as exc:  # hostile files may have any values
-        what = f"{folder.path}: whether its format is {form.name!r} cannot be determined: {exc!r:.300}"
-        raise FormatError(f"{what}; pass the format as --format (format=)") from exc
+        problem = f"{folder.path}: whether its format is {form.name!r} cannot be determined: {exc!r:.300}"
+        raise FormatError(f"{problem}; pass the format as --format (format=)") from exc

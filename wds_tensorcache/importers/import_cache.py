@@ -100,8 +100,8 @@ def import_cache(
     samples, bad = opened.samples, {**opened.bad, **dict(sorted(folder.faults.items()))}
     keys = _keys_of(opened, folder, chosen.name)
     if bad and on_error == "stop":
-        name, what = next(iter(bad.items()))
-        raise (None if opened.bad else folder.first_fault()) or FormatError(what).at(name)
+        name, problem = next(iter(bad.items()))
+        raise (None if opened.bad else folder.first_fault()) or FormatError(problem).at(name)
     changes: dict[str, Any] = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
     complete = {**_finite(opened.provenance), "format": chosen.name, SOURCE: origin}
     complete |= {name: value for name, value in changes.items() if value} | dict(fingerprint or {})

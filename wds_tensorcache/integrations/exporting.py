@@ -194,8 +194,8 @@ class _Export:
         suffixes = [*self._own, *self._members(i)]
         for suffix in suffixes[len(self._own) :]:
             if suffix in self._own:
-                what = f"has a member {suffix!r}, which has the name of an exported file; use another kind"
-                raise EncodeError(what).at(f"sample {key!r:.100}")
+                problem = f"has a member {suffix!r}, which has the name of an exported file; use another kind"
+                raise EncodeError(problem).at(f"sample {key!r:.100}")
             if not _is_safe(f"x.{suffix}"):
                 raise EncodeError(f"sample {key!r:.100}: member {suffix!r:.100} cannot be the end of a file's name")
         if self._kind == "webdataset":
@@ -244,8 +244,8 @@ class _Export:
         except EncodeError as exc:
             raise exc.at(f"sample {self._keys[i]!r:.100}") from exc
         except (KeyError, TypeError, ValueError, RuntimeError) as exc:
-            what = f"sample {self._keys[i]!r:.100}: a {self._kind} file cannot hold it: {exc!r:.300}; use pt"
-            raise EncodeError(what) from exc
+            problem = f"sample {self._keys[i]!r:.100}: a {self._kind} file cannot hold it: {exc!r:.300}; use pt"
+            raise EncodeError(problem) from exc
         texts = {self._values: _encode_json(values)} if values else {}
         return {**members, **texts, self._kind: content}
 
@@ -258,8 +258,8 @@ class _Export:
         except RecursionError as exc:
             raise EncodeError("is nested too deeply, or contains itself; use pt") from exc
         if len(leaves) > _MAX_VALUES or any(len(name) > _MAX_NAME for name, _ in leaves):
-            what = f"has more than {_MAX_VALUES:,} values, or a name of more than {_MAX_NAME:,} characters; use pt"
-            raise EncodeError(what)
+            problem = f"has more than {_MAX_VALUES:,} values, or a name of more than {_MAX_NAME:,} characters; use pt"
+            raise EncodeError(problem)
         for name, leaf in leaves:
             if name in arrays or name in values:
                 raise EncodeError(f"two values would have the name {name!r:.100}; use pt")

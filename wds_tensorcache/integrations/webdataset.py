@@ -204,8 +204,8 @@ def _check_other(sample: dict[str, Any], field: str, value: Any) -> None:
     try:
         half = find_half(field, sample, partial(is_bound, value))
         if half is None and field.endswith(TENSORS) and is_bound(value):
-            what = f"member {field!r} contains the tensors of a cache, but its name contains no valid cache name"
-            raise FormatError(what, kind="missing")
+            problem = f"member {field!r} contains the tensors of a cache, but its name contains no valid cache name"
+            raise FormatError(problem, kind="missing")
     except FormatError as exc:
         raise exc.at(_where(sample)) from exc
 

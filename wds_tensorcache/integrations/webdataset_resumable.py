@@ -160,9 +160,9 @@ class ResumablePipeline(IterableDataset[Any]):
         """Take over the rank from torch.distributed, if it was initialized after this stream was made."""
         if not self._is_rank_open:
             return
-        found = find_rank(None, None)
-        if found != (self._rank, self._world_size):
-            self._rank, self._world_size = found
+        rank, world_size = find_rank(None, None)
+        if (rank, world_size) != (self._rank, self._world_size):
+            self._rank, self._world_size = rank, world_size
             self._check_ranks()
         self._is_rank_open = not is_distributed()
 

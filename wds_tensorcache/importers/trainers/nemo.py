@@ -91,8 +91,8 @@ def _open(folder: SourceFolder) -> Source:
     described = next(iter(provenance.values())) if len(provenance) == 1 else {"caches": provenance}
     notes = []
     if doubles:
-        what = f"{len(doubles):,} items have the cache_file of an earlier item, and were not used"
-        notes.append(f"{what}, for example {', '.join(doubles[:3])}")
+        problem = f"{len(doubles):,} items have the cache_file of an earlier item, and were not used"
+        notes.append(f"{problem}, for example {', '.join(doubles[:3])}")
     return Source(samples, described, bad, metadata_files, notes)
 
 
