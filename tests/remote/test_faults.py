@@ -364,7 +364,7 @@ def test_a_disk_without_space(server: HttpServer, url: str, tmp_path: Path, expe
 def test_a_warning_while_requests_fail(server: HttpServer, url: str) -> None:
     """One for all requests of the process, on stderr by default, so that training does not wait in silence."""
     server.script_all(
-        {f"c/manifest.json?{i}": [{"status": 503, "retry_after": "2"}, {"status": 503}] for i in range(3)}
+        {f"c/manifest.json?{i}": [{"status": 503, "retry_after": "5"}, {"status": 503}] for i in range(3)}
     )
     url = url.replace("://", "://user:secret@")
     script = (
