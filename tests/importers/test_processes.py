@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import resource
@@ -74,10 +75,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    """Return whether any thread of a process is alive. After a kill, the last one to end releases the files and locks."""
+    states = []
+    for stat in glob.glob(f"/proc/{pid}/task/*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            states.append(Path(stat).read_text().rpartition(")")[2].split()[0])
+    return any(state not in "ZX" for state in states)
 
 
 def wait_until(condition: Callable[[], object]) -> None:

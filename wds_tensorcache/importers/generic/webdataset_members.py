@@ -71,7 +71,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
     """Return the suffixes of the first members of a tar; of a damaged tar, those before the damage."""
     suffixes: list[str] = []
-    with suppress(FormatError, OSError):
+    with suppress(FormatError), folder.open(name):
         file = ShardFile(folder.locate(name))
         suffixes.extend(_split(member)[1] for member, *_ in islice(Scanner(file.read, file.nbytes), _NUM_PROBED))
     return suffixes
@@ -93,19 +93,22 @@ def _open(folder: SourceFolder) -> Source:
         samples: dict[str, dict[str, _Extent]] = {}
         key = ""
         try:
-            file = ShardFile(folder.locate(name))
-            scanner = Scanner(file.read, file.nbytes)
-            for member, begin, nbytes in scanner:
-                key, suffix = _split(member)
-                members = samples.setdefault(key, {})
-                if suffix in members:
-                    raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
-                members[suffix] = begin, begin + nbytes
-            hidden = find_header(file.read, scanner.end, file.nbytes)
-            if hidden is not None:
-                bad[name] = str(hidden_members(scanner.end, hidden))
-            bad |= {f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links}
-        except (FormatError, OSError) as exc:
+            with folder.open(name):  # for its errors
+                file = ShardFile(folder.locate(name))
+                scanner = Scanner(file.read, file.nbytes)
+                for member, begin, nbytes in scanner:
+                    key, suffix = _split(member)
+                    members = samples.setdefault(key, {})
+                    if suffix in members:
+                        raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
+                    members[suffix] = begin, begin + nbytes
+                hidden = find_header(file.read, scanner.end, file.nbytes)
+                if hidden is not None:
+                    bad[name] = str(hidden_members(scanner.end, hidden))
+                bad |= {
+                    f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links
+                }
+        except FormatError as exc:
             bad[name] = str(exc)
             samples.pop(key, None)  # it may lack members
         found += [(file, name, key, members) for key, members in samples.items()]
