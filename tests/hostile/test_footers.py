@@ -58,8 +58,8 @@ LIES: dict[str, Change] = {
 
 def many_layouts(arrays: Arrays) -> None:
     """Forms and layouts that no sample has."""
-    forms, count = [[["x", "U8", 1], ["b", "BOOL", 1]]], 60_000
-    rename(forms=forms + [[["x", "U8", 1]]] * 12_000, references=[["tensor:x", "tensor:b"]] + [["tensor:x"]] * 12_000)(
+    forms, count = [[["x", "U8", 1], ["b", "BOOL", 1]]], 300_000
+    rename(forms=forms + [[["x", "U8", 1]]] * 60_000, references=[["tensor:x", "tensor:b"]] + [["tensor:x"]] * 60_000)(
         arrays
     )
     for name in ("form", "data_begin", "dims"):

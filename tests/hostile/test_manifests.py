@@ -130,8 +130,8 @@ def test_a_manifest_that_is_too_long(tmp_path: Path) -> None:
 
 
 def test_honest_manifests_of_any_length(tmp_path: Path) -> None:
-    """The shortest entries that a writer makes, of a hundred thousand shards: far from the limit."""
-    count = 100_000
+    """The shortest entries that a writer makes, of half a million shards: far from the limit."""
+    count = 500_000
     urls = [f"{i}.tar" for i in range(count)]
     shards = ",\n".join(f'{{"url": "{url}", "nsamples": 1, "filesize": 2048}}' for url in urls)
     caches = ", ".join(f'"{url}": {{"": 1}}' for url in urls)

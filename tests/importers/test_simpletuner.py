@@ -175,9 +175,9 @@ def test_a_file_name_that_is_the_caption_of_another_image(
         save(text_embeds(i), root / "text" / text_name(caption))
         (root / f"{stem}.txt").write_text(caption)
     write_backend(root, "set", {f"/data/{stem}.png": metadata(0) for stem in expected}, caption_strategy=strategy)
-    found, report = imported(root, tmp_path / "out")
+    samples, report = imported(root, tmp_path / "out")
     assert report.ok
-    assert {stem: found[f"vae/{stem}"].get("caption") for stem in expected} == expected
+    assert {stem: samples[f"vae/{stem}"].get("caption") for stem in expected} == expected
 
 
 @pytest.mark.parametrize(("caption", "expected"), [(None, [""]), ("", [""]), ("\n", [""]), ("a cat", [None])])

@@ -67,7 +67,7 @@ def test_choices_are_uniform_and_independent(draw: Any, at: int) -> None:
 
 
 def test_seeds_are_distinct(draw: Any) -> None:
-    seeds = np.concatenate([draw(seed, epoch)[0] for seed in (0, 1, 1 << 70) for epoch in (0, 1)])
+    seeds = np.concatenate([draw(seed, epoch)[0] for seed in (-1, 0, 1, 1 << 70) for epoch in (0, 1, 1 << 30)])
     assert len(np.unique(seeds)) == len(seeds)
     assert seeds.min() >= 0
     for bit in range(63):

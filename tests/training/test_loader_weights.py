@@ -115,7 +115,7 @@ def test_samples_of_a_mix_are_drawn(cache: Any, more: Any, bucket_by: str | None
     assert "drawn by weights in ['a']" in repr(loader)
     assert "mix={'a': 3.0, 'b': 1.0}" in repr(loader)
     found: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
-    for _ in range(100):
+    for _ in range(300):
         for _, info in loader.with_info():
             assert bucket_by is None or len({number % 3 for number in info.indices.tolist()}) == 1
             found[str(info.source[0])].update(info.indices.tolist())
