@@ -14,7 +14,7 @@ from benchmarks import page_cache, peers, report
 from benchmarks.goals import goal_lines
 from benchmarks.harness import CEILING, Context, Rounds, Skipped, interleaved, settle
 from benchmarks.peers import NAME
-from benchmarks.scenarios import SCENARIOS
+from benchmarks.scenarios import ONLY, SCENARIOS
 from benchmarks.workloads import WORKLOADS, quick
 
 
@@ -66,6 +66,8 @@ def _measure(context: Context, scenarios: list[str] | None, rounds: int) -> tupl
     stored = _store(context)
     results: dict[str, Rounds] = {}
     for scenario in scenarios or SCENARIOS:
+        if ONLY.get(scenario, name) != name:
+            continue
         _log(f"{name}: {scenario}")
         try:
             with SCENARIOS[scenario](context) as rows:

@@ -1,6 +1,6 @@
 """Count the Python calls that each operation makes when warm: `python -m benchmarks.calls`.
 
-The columns count calls, functions and files of `wds_tensorcache` and `dali_plugin`, in the calling thread alone. A
+The columns count calls, functions and files of `wds_tensorcache`, in the calling thread alone. A
 comprehension counts as a function up to Python 3.11, and each resumption of a generator as a call.
 
 `python -m benchmarks.calls --functions read_batch` lists the functions of an operation in the order of their first calls.
@@ -9,13 +9,12 @@ comprehension counts as a function up to Python 3.11, and each resumption of a g
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -25,11 +24,11 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.report import markdown
 
-ACTS = ("write", "read_batch", "get", "decode", "dali")
-BATCH_SIZE = 32
+ACTS = ("write", "read_batch", "get", "decode")
+_BATCH_SIZE = 32
 _COUNT = 256
-_ROOT = Path(tc.__file__).parent.parent
-_PACKAGES = tuple(str(_ROOT / name) + os.sep for name in ("wds_tensorcache", "dali_plugin"))
+_PACKAGE = Path(tc.__file__).parent
+_PREFIX = str(_PACKAGE)
 
 
 def traced(act: Callable[[], Any]) -> Counter[CodeType]:
@@ -40,7 +39,7 @@ def traced(act: Callable[[], Any]) -> Counter[CodeType]:
     calls: Counter[CodeType] = Counter()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(_PACKAGES):
+        if event == "call" and frame.f_code.co_filename.startswith(_PREFIX):
             calls[frame.f_code] += 1
 
     sys.setprofile(count)
@@ -53,7 +52,7 @@ def traced(act: Callable[[], Any]) -> Counter[CodeType]:
 
 def _lines(calls: Counter[CodeType]) -> Iterator[str]:
     for index, (code, count) in enumerate(calls.items(), start=1):
-        place = Path(code.co_filename).relative_to(_ROOT)
+        place = Path(code.co_filename).relative_to(_PACKAGE.parent)
         name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
         yield f"{index:4} {count:5} {name:44} {place}:{code.co_firstlineno}"
 
@@ -72,39 +71,16 @@ def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     with tc.ShardWriter(folder / "%06d.tar") as writer:
         for index in range(_COUNT):
             writer.write(f"{index:08d}", _sample(index))
-    numbers = random.Random(0).sample(range(_COUNT), BATCH_SIZE)
+    numbers = random.Random(0).sample(range(_COUNT), _BATCH_SIZE)
     new = iter(range(_COUNT))
     members = tc.encode_sample(_sample(0))
     with tc.ShardWriter(folder / "more" / "%06d.tar") as writer, tc.open(folder, num_threads=1) as cache:
-        found: dict[str, Callable[[], Any]] = {
+        yield {
             "write": lambda: writer.write(f"{next(new):08d}", _sample(0)),
             "read_batch": lambda: cache.read_batch(numbers),
             "get": lambda: cache[numbers[0]],
             "decode": lambda: tc.decode_sample(*members),
         }
-        with suppress(ImportError):
-            found["dali"] = _dali(cache)
-        yield found
-
-
-def _dali(cache: Any) -> Callable[[], Any]:
-    """Return a function that takes the next nested batch of a pipeline.
-
-    Raises:
-        ImportError: NVIDIA DALI is not installed.
-    """
-    from nvidia.dali import pipeline_def
-
-    import dali_plugin
-
-    @pipeline_def(batch_size=BATCH_SIZE, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
-    def pipeline() -> Any:
-        return dali_plugin.fn.tensorcache(cache, shuffle=True, num_threads=0)  # all in the thread that is traced
-
-    batches = dali_plugin.TensorCacheIterator(pipeline())
-    for _ in batches:  # each sample is looked at once when it is first read
-        pass
-    return lambda: next(iter(batches))
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -27,9 +26,8 @@ from benchmarks.workloads import Workload
 
 CEILING = "ceiling"  # its rows start with this word
 
-Row = Callable[
-    [], dict[str, float]
-]  # measures once; the keys are endings of the row's name, "" for microseconds per sample
+# measures once; the keys are endings of the row's name, "" for microseconds per sample
+Row = Callable[[], dict[str, float]]
 Rows = dict[str, Row]
 Rounds = dict[str, list[float]]  # the figures of each row, round by round
 
@@ -77,16 +75,6 @@ def interleaved(rows: Mapping[str, Row], rounds: int) -> Rounds:
                 if index:
                     figures[name].setdefault(ending, []).append(figure)
     return {name + ending: column for name, by_ending in figures.items() for ending, column in by_ending.items()}
-
-
-def median(rounds: Rounds, name: str) -> float:
-    """Return the median of a row."""
-    return statistics.median(rounds[name])
-
-
-def ratios(rounds: Rounds, name: str, base: str) -> list[float]:
-    """Return `name` divided by `base` in each round."""
-    return [a / b for a, b in zip(rounds[name], rounds[base], strict=True)]
 
 
 def settle() -> None:
@@ -189,7 +177,7 @@ class Context:
         tensor: str | None = None,
     ) -> Iterator[dict[str, Callable[[], int]]]:
         """Yield functions that read our shards plainly into memory for `num_slots` samples, after a check of what they read."""
-        if not self.has_ceilings:
+        if not self.has_ceilings or not reads:
             yield {}
             return
         order = self.order if order is None else order

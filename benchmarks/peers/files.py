@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from benchmarks.peers.base import Peer, Reader, as_tensors, by_index
+from benchmarks.peers.base import Peer, Reader, by_index
 from benchmarks.workloads import Workload
 
 
@@ -31,36 +31,29 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any], *, suffix: 
             save_file(tensors, path, metadata={"small": json.dumps(small)})
 
 
-def _listed(folder: Path) -> list[str]:
-    return sorted(file.path for part in os.scandir(folder) for file in os.scandir(part.path))
+# of each format: how a file is opened, and how a tensor and the small values are read from it
+_FORMATS: dict[str, tuple[Callable[[str], Any], Callable[[Any, str], torch.Tensor], Callable[[Any], str | bytes]]] = {
+    "npz": (np.load, lambda file, name: torch.from_numpy(file[name]), lambda file: file["small"].tobytes()),
+    "safetensors": (
+        partial(safe_open, framework="pt"),
+        lambda file, name: file.get_tensor(name),
+        lambda file: file.metadata()["small"],
+    ),
+}
 
 
-def _open_npz(folder: Path, workload: Workload) -> Reader:
-    paths, (name, _) = _listed(folder), workload.one
-
-    def get(index: int) -> Any:
-        with np.load(paths[index]) as arrays:
-            tensors = as_tensors({name: arrays[name] for name in workload.dtypes})
-            return workload.nest(tensors, json.loads(arrays["small"].tobytes()))
-
-    def one(index: int) -> torch.Tensor:
-        with np.load(paths[index]) as arrays:
-            return torch.from_numpy(arrays[name])
-
-    return by_index(workload, len(paths), get, one=one)
-
-
-def _open_safetensors(folder: Path, workload: Workload) -> Reader:
-    paths, (name, _) = _listed(folder), workload.one
+def _open(folder: Path, workload: Workload, *, suffix: str) -> Reader:
+    paths = sorted(file.path for part in os.scandir(folder) for file in os.scandir(part.path))
+    load, tensor_of, small_of = _FORMATS[suffix]
 
     def get(index: int) -> Any:
-        with safe_open(paths[index], "pt") as file:
-            small = json.loads(file.metadata()["small"])
-            return workload.nest({name: file.get_tensor(name) for name in workload.dtypes}, small)
+        with load(paths[index]) as file:
+            tensors = {name: tensor_of(file, name) for name in workload.dtypes}
+            return workload.nest(tensors, json.loads(small_of(file)))
 
     def one(index: int) -> torch.Tensor:
-        with safe_open(paths[index], "pt") as file:
-            return file.get_tensor(name)
+        with load(paths[index]) as file:
+            return tensor_of(file, workload.one[0])
 
     return by_index(workload, len(paths), get, one=one)
 
@@ -68,6 +61,6 @@ def _open_safetensors(folder: Path, workload: Workload) -> Reader:
 def peers() -> list[Peer]:
     """Return a row for each format."""
     return [
-        Peer(name="files .npz", open=_open_npz, write=partial(_write, suffix="npz")),
-        Peer(name="files .safetensors", open=_open_safetensors, write=partial(_write, suffix="safetensors")),
+        Peer(name=f"files .{suffix}", open=partial(_open, suffix=suffix), write=partial(_write, suffix=suffix))
+        for suffix in _FORMATS
     ]

@@ -41,3 +41,6 @@ SCENARIOS: dict[str, Scenario] = {
     "dali_gpu": dali.dali_gpu,
     "loader_gpu": gpu.loader_gpu,
 }
+
+# Scenarios with one run in all: the workload that it belongs to.
+ONLY = {"import": "diffusion", "many_shards": "features", "shared": "diffusion", "remote": "diffusion"}

@@ -21,7 +21,6 @@ from benchmarks import page_cache
 from benchmarks.harness import CEILING, Context, Rows, Timed, in_new_process
 from benchmarks.peers import NAME
 
-_WORKLOAD = "diffusion"
 _NUM_FILES = 2000
 _NUM_WORKERS = 2
 _PIECE_NBYTES = 1 << 18
@@ -37,9 +36,6 @@ def importing(context: Context) -> Iterator[Rows]:
 
     The ceiling: two threads read each file whole, and write its bytes into one file each, which they sync.
     """
-    if context.workload.name != _WORKLOAD:
-        yield {}
-        return
     count = context.workload.count if context.is_quick else _NUM_FILES
     samples = [context.workload.split(context.samples[i % len(context.samples)])[0] for i in range(count)]
     with TemporaryDirectory(dir=context.scratch) as folder:

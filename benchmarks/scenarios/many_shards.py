@@ -19,15 +19,10 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.harness import Context, Rows, Skipped, in_new_process
 
-_WORKLOAD = "features"  # the samples are its own, so one run is enough
-
 
 @contextmanager
 def many_shards(context: Context) -> Iterator[Rows]:
     """Measure time and memory of each step, one row for each."""
-    if context.workload.name != _WORKLOAD:
-        yield {}
-        return
     if not Path("/proc/self/clear_refs").exists():
         raise Skipped("the peak of a process's memory is reset through /proc/self/clear_refs, of Linux")
     folder = context.stores / "10^7 samples"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,6 +17,7 @@ from benchmarks.peers.base import Batch, Peer, Reader
 from benchmarks.workloads import Tensors
 
 COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FLIGHT} ahead")
+_Check = Callable[[Context, str, Reader], None]  # raises AssertionError if the reader of this name reads wrong values
 MAP_CEILINGS = (f"{CEILING}, copies out of maps", f"{CEILING}, copies out of maps on 2 threads")
 
 
@@ -41,19 +42,16 @@ def opened(context: Context) -> Iterator[Rows]:
     yield context.rows({peer.name: partial(run, peer) for peer in context.peers if peer.name in readers}, 1)
 
 
-@contextmanager
-def iterate_lazy(context: Context) -> Iterator[Rows]:
+def iterate_lazy(context: Context) -> AbstractContextManager[Rows]:
     """Measure every sample in order, its structure and small values decoded, no tensor used."""
 
     def run(reader: Reader) -> int:
         return _count(islice(reader.samples(), context.workload.timed))
 
-    with _readers(context, "samples", _check_in_order) as readers:
-        yield _rows(context, readers, run)
+    return _rows(context, "samples", _check_in_order, run)
 
 
-@contextmanager
-def iterate_touch(context: Context) -> Iterator[Rows]:
+def iterate_touch(context: Context) -> AbstractContextManager[Rows]:
     """Measure every sample in order, one byte used of each page of its tensors."""
     order = range(context.workload.timed)
 
@@ -61,15 +59,10 @@ def iterate_touch(context: Context) -> Iterator[Rows]:
         return _count(map(context.workload.touch, islice(reader.samples(), len(order))))
 
     # one slot: each row drops a sample before it reads the next one
-    with (
-        context.ceilings({CEILING: Ranges.read}, 1, order) as ceilings,
-        _readers(context, "samples", _check_in_order) as readers,
-    ):
-        yield _rows(context, readers, run, ceilings)
+    return _rows(context, "samples", _check_in_order, run, {CEILING: Ranges.read}, 1, order)
 
 
-@contextmanager
-def random_get(context: Context) -> Iterator[Rows]:
+def random_get(context: Context) -> AbstractContextManager[Rows]:
     """Measure samples by index in random order, one byte used of each page of their tensors."""
     order = context.order
 
@@ -79,20 +72,18 @@ def random_get(context: Context) -> Iterator[Rows]:
     def run(reader: Reader) -> int:
         return _count(map(context.workload.touch, map(reader.get, order)))
 
-    with context.ceilings({CEILING: Ranges.read}, 1) as ceilings, _readers(context, "get", check) as readers:
-        yield _rows(context, readers, run, ceilings)
+    return _rows(context, "get", check, run, {CEILING: Ranges.read}, 1)
 
 
-@contextmanager
-def batch_random(context: Context) -> Iterator[Rows]:
+def batch_random(context: Context) -> AbstractContextManager[Rows]:
     """Measure batches in random order, from the page cache. Streams shuffle as their users do."""
     reads = {CEILING: Ranges.read, MAP_CEILINGS[0]: Ranges.copy, MAP_CEILINGS[1]: partial(Ranges.copy, threads=2)}
     batches = context.batches
-    with (
-        context.ceilings(reads, context.workload.batch_size) as ceilings,
-        _readers(context, "batches", _check_batches) as readers,
-    ):
-        yield _rows(context, readers, lambda reader: _count_batches(reader.batches(batches)), ceilings)
+
+    def run(reader: Reader) -> int:
+        return _count_batches(reader.batches(batches))
+
+    return _rows(context, "batches", _check_batches, run, reads, context.workload.batch_size)
 
 
 @contextmanager
@@ -126,8 +117,7 @@ def batch_cold(context: Context) -> Iterator[Rows]:
         yield rows | {peer.name: partial(measure, peer) for peer in peers}
 
 
-@contextmanager
-def one_tensor(context: Context) -> Iterator[Rows]:
+def one_tensor(context: Context) -> AbstractContextManager[Rows]:
     """Measure batches of one tensor of each sample. Peers without this operation read whole samples."""
     short, path = context.workload.one
     batches, count, size = context.batches, context.workload.timed, context.workload.batch_size
@@ -139,11 +129,10 @@ def one_tensor(context: Context) -> Iterator[Rows]:
                 if not torch.equal(tensor, context.workload.split(context.samples[int(index)])[0][short]):
                     raise AssertionError(f"{name}: what was read is not what was written")
 
-    with (
-        context.ceilings({CEILING: Ranges.read}, size, tensor=path) as ceilings,
-        _readers(context, "ones", check) as readers,
-    ):
-        yield _rows(context, readers, lambda reader: sum(map(len, reader.ones(batches))), ceilings)
+    def run(reader: Reader) -> int:
+        return sum(map(len, reader.ones(batches)))
+
+    return _rows(context, "ones", check, run, {CEILING: Ranges.read}, size, tensor=path)
 
 
 @contextmanager
@@ -169,20 +158,28 @@ def loader(context: Context) -> Iterator[Rows]:
         yield rows
 
 
+@contextmanager
 def _rows(
     context: Context,
-    readers: dict[str, Reader],
+    ability: str,
+    check: _Check,
     run: Callable[[Reader], int],
-    ceilings: dict[str, Callable[[], int]] | None = None,
-) -> Rows:
-    runs = {name: partial(run, reader) for name, reader in readers.items()}
-    return context.rows({**(ceilings or {}), **runs}, rewinds={name: reader.rewind for name, reader in readers.items()})
+    reads: dict[str, Callable[..., Callable[[], int]]] | None = None,
+    num_slots: int = 1,
+    order: Sequence[int] | None = None,
+    tensor: str | None = None,
+) -> Iterator[Rows]:
+    """Yield a row for each peer whose reader has an operation, and those of `Context.ceilings`."""
+    with (
+        context.ceilings(reads or {}, num_slots, order, tensor) as runs,
+        _readers(context, ability, check) as readers,
+    ):
+        runs |= {name: partial(run, reader) for name, reader in readers.items()}
+        yield context.rows(runs, rewinds={name: reader.rewind for name, reader in readers.items()})
 
 
 @contextmanager
-def _readers(
-    context: Context, ability: str, check: Callable[[Context, str, Reader], None]
-) -> Iterator[dict[str, Reader]]:
+def _readers(context: Context, ability: str, check: _Check) -> Iterator[dict[str, Reader]]:
     """Open each peer whose reader has an operation, and check what it reads."""
     readers: dict[str, Reader] = {}
     with ExitStack() as stack:

@@ -27,10 +27,9 @@ from benchmarks.peers.ours import as_batch
 from benchmarks.workloads import tensor_at
 from tests.remote.servers.http_server import HttpServer
 
-_WORKLOAD = "diffusion"
 _NUM_CURLS, _PER_SHARD = 8, 64
 _NUM_LOCAL = 10  # epochs in each round of those that read local files: one takes 40 ms, and varies by a third
-_MOVED = ", MB"  # ending of the rows with the megabytes that the server sent
+MOVED = ", MB"  # ending of the rows with the megabytes that the server sent
 
 ONE_OF_PEERS = "one tensor, "
 ONE = f"{ONE_OF_PEERS}{NAME}"
@@ -40,17 +39,9 @@ CURLS = f"{CEILING}, epoch, {_NUM_CURLS} curls"
 CACHED, LOCAL = "second epoch, node's cache", "second epoch, local shards"
 
 
-def moved(row: str) -> str:
-    """Return the name of the row with the megabytes that the server sent."""
-    return row + _MOVED
-
-
 @contextmanager
 def remote(context: Context) -> Iterator[Rows]:
     """Measure each row; check all that was read. Caches and loaders of whole epochs are opened before the clock starts."""
-    if context.workload.name != _WORKLOAD:
-        yield {}
-        return
     if shutil.which("curl") is None:
         raise Skipped("the ceiling needs curl: apt install curl")
     path, order = context.workload.one[1], context.order
@@ -108,7 +99,7 @@ def _counted(server: HttpServer, timed: Timed) -> Row:
 
     def row() -> dict[str, float]:
         _sent(server)
-        return {**timed(), _MOVED: _sent(server) / 1e6}
+        return {**timed(), MOVED: _sent(server) / 1e6}
 
     return row
 

@@ -77,9 +77,6 @@ class _Block:
 @contextmanager
 def shared(context: Context) -> Iterator[Rows]:
     """Measure hits of nested samples (lazy, views, copies), hits of flat samples and of a block, and memory of 8 processes."""
-    if context.workload.name != _DIFFUSION.name:
-        yield {}
-        return
     if not sys.platform.startswith("linux"):
         raise Skipped("SharedDataset needs locks that only Linux has")
     workload, order, batches = context.workload, context.order, context.batches

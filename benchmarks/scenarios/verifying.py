@@ -8,28 +8,22 @@ from contextlib import contextmanager
 from functools import partial
 
 import wds_tensorcache as tc
+from benchmarks import page_cache
 from benchmarks.harness import CEILING, Context, Rows
 
 READINTO = f"{CEILING}, readinto of the same files"
 VERIFIED = "tensorcache, verify on 1 thread"
 VERIFIED_BY_ALL = "tensorcache, verify on all cores"
-_PIECE_NBYTES = 1 << 20
 
 
 @contextmanager
 def verify(context: Context) -> Iterator[Rows]:
     """Measure all shards with their indexes and manifest, from the page cache."""
-    paths, count = sorted(context.ours.glob("*.tar")), context.workload.count
-    nbytes = sum(path.stat().st_size for path in paths)
+    count, nbytes = context.workload.count, sum(path.stat().st_size for path in context.ours.iterdir())
 
     def plain() -> int:
-        buffer, seen = bytearray(_PIECE_NBYTES), 0
-        for path in paths:
-            with path.open("rb", buffering=0) as file:
-                while read := file.readinto(buffer):
-                    seen += read
-        if seen != nbytes:
-            raise AssertionError(f"{seen} bytes of {nbytes} were read")
+        if (read := page_cache.load(context.ours)) != nbytes:
+            raise AssertionError(f"{read} bytes of {nbytes} were read")
         return count
 
     def checked(threads: int) -> int:

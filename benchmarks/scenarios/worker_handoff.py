@@ -20,7 +20,6 @@ LAZY = "lazy samples, read in the main process"
 TENSORS = "samples of tensors"
 COLLATED = "batches by read_batch"
 DEFAULT_COLLATED = "batches by default_collate"
-TORCH_LOADER = "batches by tc.torch_loader"
 
 
 class _Each(Dataset[Any]):
