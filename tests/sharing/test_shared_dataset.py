@@ -89,13 +89,10 @@ def test_a_batch_loads_other_samples_before_it_waits_for_another_load(directory:
         assert shared.stats().misses == 3
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.long
-def test_workers_of_a_data_loader_share(counted: Counted, directory: Path, context: str) -> None:
+def test_workers_of_a_data_loader_share(counted: Counted, directory: Path) -> None:
     with tc.SharedDataset(counted, "loader", directory=directory) as shared:
-        loader = DataLoader(
-            shared, 5, num_workers=2, collate_fn=list, multiprocessing_context=context, persistent_workers=True
-        )
+        options: Any = {"multiprocessing_context": "fork", "persistent_workers": True}
+        loader = DataLoader(shared, 5, num_workers=2, collate_fn=list, **options)
         for _ in range(2):
             found = [sample for batch in loader for sample in batch]
             for index, sample in enumerate(found):

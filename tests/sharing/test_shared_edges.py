@@ -54,7 +54,7 @@ def on_disk(folder: Path) -> int:
     return sum(512 * path.stat().st_blocks for path in folder.glob("segment-*")) // ratio
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_limit_holds(directory: Path, seed: int) -> None:
     """Also with a limit that is an integer of numpy, and while a process without one adds more."""
     chance = random.Random(seed)
@@ -62,6 +62,7 @@ def test_the_limit_holds(directory: Path, seed: int) -> None:
     samples += [{"x": torch.full((LARGE,), i)} for i in range(300, 304)]
     # Segments of at most four pages: a file system such as ext4 lists more runs of a file's pages in a page of its own.
     limit = np.uint64(200_000 if seed % 2 else 30_000)
+    folder = directory / f"wds_tensorcache-{os.geteuid()}" / "limit"
     with (
         tc.SharedDataset(samples, "limit", directory=directory, max_nbytes=limit) as shared,  # type: ignore[arg-type]
         tc.SharedDataset(samples, "limit", directory=directory) as unlimited,
@@ -69,9 +70,7 @@ def test_the_limit_holds(directory: Path, seed: int) -> None:
         for _ in range(2):
             for index in chance.sample(range(304), 304):
                 assert_same(samples[index], shared[index])
-                assert (
-                    on_disk(directory / f"wds_tensorcache-{os.geteuid()}" / "limit") <= shared.stats().nbytes <= limit
-                )
+                assert on_disk(folder) <= shared.stats().nbytes <= limit
         stats = shared.stats()
         assert int(limit) - 100_000 < stats.nbytes
         assert 0 < stats.num_samples < 304
@@ -150,13 +149,12 @@ def test_closing_gives_up_memory_except_under_tensors_in_use(directory: Path) ->
 def test_threads_of_a_forked_child(directory: Path) -> None:
     def work() -> None:
         with ThreadPoolExecutor(8) as pool:
-            assert [sample["x"].tolist() for sample in pool.map(shared.__getitem__, range(8))] == [
-                [i] * 3 for i in range(8)
-            ]
+            samples = list(pool.map(shared.__getitem__, range(8)))
+            assert [sample["x"].tolist() for sample in samples] == [[i] * 3 for i in range(8)]
 
     with tc.SharedDataset(Numbers(8), "forked", directory=directory) as shared:
         shared[0]
-        assert finish([start(work) for _ in range(40)]) == [0] * 40
+        assert finish([start(work) for _ in range(10)]) == [0] * 10
 
 
 def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> None:
@@ -335,14 +333,14 @@ def test_tensors_that_only_some_samples_have(directory: Path) -> None:
 
 
 def test_select_loads_nothing(directory: Path) -> None:
-    samples = [{"x": torch.tensor(i), "last": torch.tensor(i) if i == 1999 else None} for i in range(2000)]
+    samples = [{"x": torch.tensor(i), "last": torch.tensor(i) if i == 1099 else None} for i in range(1100)]
     with tc.SharedDataset(samples, "selected", directory=directory) as shared:
         assert shared.select("x").select("y")[3] == {"last": None}
         shared[:10].select("y")
         assert shared.stats().misses == 1
         list(shared)
         assert len(shared.schema) == 2
-        assert list(shared.select("l*")[1999]) == ["last"]
+        assert list(shared.select("l*")[1099]) == ["last"]
         for view, pattern in ((shared, "y"), (shared.select("x"), "last"), (shared[[3, 3]], "last"), (shared[:0], "x")):
             with pytest.raises(KeyError, match=f"unknown tensor '{pattern}'"):
                 view.select(pattern)

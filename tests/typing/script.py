@@ -14,6 +14,7 @@ from typing_extensions import assert_type
 
 import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Fault, RepairReport, Report
+from wds_tensorcache.errors import Kind
 from wds_tensorcache.integrations.torch_dataloader import TorchLoader
 from wds_tensorcache.integrations.webdataset import Decode
 from wds_tensorcache.integrations.webdataset_tar import TarSamples
@@ -56,7 +57,8 @@ def read(folder: Path) -> None:
         assert_type(cache.keys()[0], str)
         assert_type(cache.keys()[:2], KeysView)
         assert_type(cache.schema, dict[str, TensorSchema])
-        assert_type(cache.schema["x"].num_samples, int)
+        assert_type(cache.schema["x"].num_samples + cache.schema["x"].nbytes, int)
+        assert_type(cache.schema["x"].shape, tuple[int | tuple[int, int], ...] | None)
         assert_type(cache.describe(), Description)
         assert_type(cache.describe().tensors["x"], TensorDescription)
         assert_type(cache.describe().tensors["x"].shapes, dict[tuple[int, ...], int])
@@ -97,6 +99,7 @@ def batches(folder: Path) -> None:
     assert_type(info.shapes, dict[str, torch.Tensor])
     assert_type(info.indices, np.ndarray[tuple[int, ...], np.dtype[np.int64]])
     assert_type(info.epoch + info.step, int)
+    assert_type(info.source, object)
     assert_type(info.seeds, np.ndarray[tuple[int, ...], np.dtype[np.int64]])
     assert_type(info.choices, Choices)
     assert_type(cache.read_batch([1, 0], choose={"y": ["x"]}, collate="list"), Any)
@@ -176,6 +179,7 @@ def build(folder: Path, other: Path) -> None:
     report = tc.verify(folder, progress=lambda done, total: print(done / max(1, total)))
     assert_type(report, Report)
     assert_type(report.faults, list[Fault])
+    assert_type([fault.kind for fault in report.faults], list[Kind])
     assert_type(report.ok, bool)
     assert_type(tc.repair(folder, folder.with_name("repaired")), RepairReport)
 
@@ -194,6 +198,15 @@ def dali(folder: Path) -> None:
     assert_type(source, dali_plugin.TensorCacheSource)
     assert_type(source.num_batches, int)
     assert_type(source.tensors, list[str])
+
+
+def make_mistakes(cache: tc.TensorCache, info: tc.BatchInfo) -> None:
+    """Only checked: mypy also reports an `ignore` without a mistake."""
+    cache.reed_batch([0])  # type: ignore[attr-defined]
+    info.indizes  # type: ignore[attr-defined]  # noqa: B018
+    cache.keys()[0] + 1  # type: ignore[operator]
+    tc.open(3)  # type: ignore[arg-type]
+    tc.join(cache, how="outer")  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
