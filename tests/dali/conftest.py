@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def bits(i: int, nbytes: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(i).integers(0, 256, nbytes, np.uint8)
 
 
+@functools.cache
 def sample(i: int) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     for name in DTYPES:

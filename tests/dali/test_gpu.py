@@ -265,20 +265,6 @@ def test_augmented_and_computed(folder: Path) -> None:
     assert torch.equal(tensors["bfloat16"].cpu().view(torch.int32), text.view(torch.int32))
 
 
-@pytest.mark.parametrize("nodes", NODES.values(), ids=NODES)
-def test_resumed(folder: Path, nodes: Any) -> None:
-    def begun() -> Any:
-        made = gpu_pipeline(lambda: nodes(folder, tensors=["scalar"], shuffle=True), enable_checkpointing=True)
-        return dali_plugin.TensorCacheIterator(made)
-
-    whole = [batch["scalar"].tolist() for batch in begun()]
-    for count in range(1, len(whole)):
-        first, second = begun(), begun()
-        head = [next(first)["scalar"].tolist() for _ in range(count)]
-        second.load_state_dict(first.state_dict())
-        assert head + [batch["scalar"].tolist() for batch in second] == whole
-
-
 def test_streams(folder: Path) -> None:
     urls = [str(path) for path in sorted(folder.glob("*.tar"))]
     stream = wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), tc.decode())

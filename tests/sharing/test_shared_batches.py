@@ -35,9 +35,12 @@ class Nested:
         }
 
 
-@pytest.fixture(params=[20_000, 20], ids=["large", "small"])
+@pytest.fixture
 def nested(request: pytest.FixtureRequest) -> Nested:
-    return Nested(request.param)
+    return Nested(getattr(request, "param", 20_000))
+
+
+LARGE_AND_SMALL = pytest.mark.parametrize("nested", [20_000, 20], ids=["large", "small"], indirect=True)
 
 
 @pytest.fixture
@@ -64,6 +67,7 @@ def _plain(batch: Any) -> Any:
     return batch.tolist() if type(batch).__name__ == "Leaves" else batch
 
 
+@LARGE_AND_SMALL
 @pytest.mark.parametrize(
     "collate", [{"tokens": "list"}, {"tokens": "pad"}, {"*": "list"}, {"tokens": tc.pad(to=9, value=5)}]
 )
@@ -75,6 +79,7 @@ def test_batches_equal_those_of_shards(shared: tc.SharedDataset, stored: tc.Tens
     assert shared.stats().misses == COUNT
 
 
+@LARGE_AND_SMALL
 def test_views_keys_read_tensors_and_nest_equal_those_of_shards(
     shared: tc.SharedDataset, stored: tc.TensorCache
 ) -> None:
@@ -123,20 +128,6 @@ def test_errors_of_a_batch_name_samples(shared: tc.SharedDataset) -> None:
         shared.read_batch([COUNT])
     with pytest.raises(ValueError, match="at least one sample"):
         shared.read_batch([])
-
-
-class Odd(Nested):
-    """Sample 4 contains an object that the format cannot represent."""
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {**super().__getitem__(index), "odd": object() if index == 4 else 4}
-
-
-def test_a_sample_that_cannot_be_encoded_cannot_be_batched(tmp_path: Path) -> None:
-    shared = tc.SharedDataset(Odd(), "odd", directory=tmp_path)
-    with pytest.warns(UserWarning, match="sample 4"), pytest.raises(tc.EncodeError, match=r"sample 4.*odd"):
-        shared.read_batch([3, 4], collate="list")
-    shared.close()
 
 
 def test_a_loader_loads_each_sample_once_and_resumes(shared: tc.SharedDataset) -> None:

@@ -194,6 +194,8 @@ def test_errors_and_samples_that_pass_through_with_one_warning(directory: Path) 
             assert [type(each["deep"][0]) for each in shared.__getitems__([1, 2, 1])] == [object, int, object]
         stats = shared.stats()
         assert (stats.misses, stats.passed_through, stats.num_samples) == (4, 2, 2)
+        with pytest.raises(tc.EncodeError, match=r"sample 1.*deep"):
+            shared.read_batch([2, 1], collate="list")
     warned = pytest.warns(UserWarning, match="is not shared")
     with tc.SharedDataset([{"x": torch.ones(2), "f": len}], "first", directory=directory) as shared, warned:
         assert shared.schema == {}
