@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import multiprocessing
 import os
 import pickle
 import re
-import shlex
 import stat
 import subprocess
 import sys
@@ -327,46 +327,41 @@ def test_damaged_samples_are_refused_after_a_restart_of_the_machine(counted: Cou
     tc.shared_clear("torn", directory)
 
 
-_FULL = """if True:
-    import sys, torch
-    import wds_tensorcache as tc
-
-    dataset = [{"x": torch.full((20_000,), i)} for i in range(40)]  # 160 KB each
-    num_errors = 0
-    with tc.SharedDataset(dataset, "small", directory=sys.argv[1]) as shared:
-        for _ in range(2):
-            for i in range(40):
-                try:
-                    found = shared[i]
-                except OSError as exc:
-                    num_errors += 1
-                    print(exc)
-                else:
-                    assert found["x"].load(copy=False).tolist() == [i] * 20_000
-        assert shared.stats().num_samples + num_errors // 2 == 40, shared.stats()
-    try:
-        tc.SharedDataset(range(1_000_000), "large", directory=sys.argv[1])  # its table alone has 8 MB
-    except OSError as exc:
-        print(exc)
-"""
+def _mount_4_mib(directory: Path) -> None:
+    """Mount a small file system, which only this process sees, in namespaces of its own."""
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+    assert libc.unshare(0x1002_0000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWUSER | CLONE_NEWNS
+    for name, text in (("uid_map", f"0 {user} 1"), ("setgroups", "deny"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(text)
+    options = os.fsencode(directory), b"tmpfs", 0, b"size=4m,mode=700"
+    assert libc.mount(b"none", *options) == 0, os.strerror(ctypes.get_errno())
 
 
 def test_a_full_file_system_is_an_error_that_says_what_to_do(directory: Path) -> None:
-    mount = f"mount -t tmpfs -o size=4m,mode=700 none {shlex.quote(str(directory))}"
-    alone = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*alone, mount], capture_output=True).returncode:
+    def work() -> None:
+        _mount_4_mib(directory)
+        dataset = [{"x": torch.full((20_000,), i)} for i in range(40)]  # 160 KB each
+        errors = []
+        with tc.SharedDataset(dataset, "small", directory=directory) as shared:
+            for i in [*range(40)] * 2:
+                try:
+                    found = shared[i]
+                except OSError as exc:
+                    errors.append(str(exc))
+                else:
+                    assert found["x"].load(copy=False).tolist() == [i] * 20_000
+            assert shared.stats().num_samples + len(errors) // 2 == 40, shared.stats()
+        assert 20 < len(errors) < 60
+        left = r"no memory for a sample of [\d,]+ bytes: the file system has [\d,]+ of 4,194,304 bytes left"
+        assert all(re.search(left, error) for error in errors)
+        with pytest.raises(OSError, match="no memory for a file of 8,") as caught:
+            tc.SharedDataset(range(1_000_000), "large", directory=directory)  # its table alone has 8 MB
+        assert all("directory=" in error and "--shm-size" in error for error in (*errors, str(caught.value)))
+
+    alone = ["unshare", "--user", "--map-root-user", "--mount"]
+    if subprocess.run([*alone, "mount", "-t", "tmpfs", "none", str(directory)], capture_output=True).returncode:
         pytest.skip("this user may not mount a small file system")
-    command = shlex.join([sys.executable, "-c", _FULL, str(directory)])
-    done = subprocess.run([*alone, f"{mount} && {command}"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    *errors, of_table = done.stdout.splitlines()
-    assert 20 < len(errors) < 60
-    for line in errors:
-        assert re.search(
-            r"no memory for a sample of [\d,]+ bytes: the file system has [\d,]+ of 4,194,304 bytes left", line
-        )
-    assert "no memory for a file of 8," in of_table
-    assert all("directory=" in line and "--shm-size" in line for line in (*errors, of_table))
+    assert run_in_child(work) == 0
 
 
 def test_nothing_keeps_descriptors_open(counted: Counted, directory: Path) -> None:
@@ -474,8 +469,10 @@ def _spoil(folder: Path, name: str, how: str) -> None:
 @pytest.mark.parametrize("how", ["gone", "empty", "short", "fifo", "link"])
 @pytest.mark.parametrize("name", ["holders", "head.json", "table", "locks", "segment-1"])
 def test_a_damaged_folder_is_an_error_or_made_anew_and_harms_no_other(
-    counted: Counted, directory: Path, name: str, how: str
+    tmp_path: Path, directory: Path, name: str, how: str
 ) -> None:
+    counted = Counted(tmp_path / "log", 9)
+
     def work() -> None:
         with tc.SharedDataset(counted, "spoiled", directory=directory, persistent=True) as shared:
             read_all(shared, 0, 1)
