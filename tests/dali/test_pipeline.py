@@ -81,7 +81,7 @@ def test_augmented_tensors_take_the_place_of_the_originals(cache: Any) -> None:
 def test_worker_processes(cache: Any) -> None:
     made = pipeline(
         lambda: dali_plugin.fn.tensorcache(cache, ["cond.0.0", "scalar"], ["bin"], parallel=True),
-        py_num_workers=2,
+        py_num_workers=1,
         py_start_method="spawn",
     )
     iterator = dali_plugin.TensorCacheIterator(made)
