@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from functools import partial
@@ -23,7 +22,6 @@ from benchmarks.scale import tables as tables_of_scale
 from benchmarks.scenarios.dali import NATIVE, NESTED
 from benchmarks.scenarios.gpu import AHEAD, CACHED_COPY, PINNED_COPY
 from benchmarks.scenarios.reading import MAP_CEILINGS
-from benchmarks.scenarios.remote import ALL_BYTES, CACHED, CURLS, EPOCH, LOCAL, MOVED, ONE, STREAM
 from benchmarks.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
@@ -111,18 +109,6 @@ def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
     ):
         assert f"tests/{folder}_gpu.py" in output
     for row in (PINNED_COPY, CACHED_COPY, NESTED, NATIVE, AHEAD):
-        assert f"| {row} |" in output
-    assert "Missing: none." in output
-
-
-@pytest.mark.long
-def test_the_remote_scenario_runs(tmp_path: Path) -> None:
-    """Its rows compare what they read with what was written; the figures of so few samples mean nothing."""
-    if shutil.which("curl") is None:
-        pytest.skip("needs curl: apt install curl")
-    chosen = ("--quick", "--no-peers", "--workload", "diffusion", "--scenario", "remote")
-    output = _run(sys.executable, "-m", "benchmarks", *chosen, "--out", tmp_path, OMP_NUM_THREADS="1")
-    for row in (ONE, ONE + MOVED, ALL_BYTES, CURLS, EPOCH, STREAM, CACHED, LOCAL):
         assert f"| {row} |" in output
     assert "Missing: none." in output
 

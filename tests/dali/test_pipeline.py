@@ -218,24 +218,6 @@ def test_operators_that_compute_with_bits(cache: Any, name: str) -> None:
         next(dali_plugin.TensorCacheIterator(pipeline(nodes)))
 
 
-def test_dynamic_mode(cache: Any) -> None:
-    ndd = pytest.importorskip("nvidia.dali.experimental.dynamic")
-    source = dali_plugin.TensorCacheSource(
-        cache, ["tensors.float32", "tensors.bfloat16"], batch_size=6, shuffle=True, last_batch="short"
-    )
-    seen = []
-    for iteration in range(len(source)):
-        latent, text, number = source.batch(0, iteration)
-        flipped = ndd.slice(ndd.as_batch(latent), 1, 2, axes=[1])
-        batch, others = source.nest({"tensors.float32": flipped, "tensors.bfloat16": text, "number": number})
-        assert not others
-        for at, i in enumerate(batch["id"]):
-            assert_same(sample(i)["tensors"]["bfloat16"], batch["tensors"]["bfloat16"][at])
-            assert_same(sample(i)["tensors"]["float32"][:, 1:], batch["tensors"]["float32"][at])
-            seen.append(i)
-    assert sorted(seen) == list(range(COUNT))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_without_dali() -> None:
     """The source works, the rest says what to install."""

@@ -146,16 +146,14 @@ def test_shards_of_killed_builds_with_the_same_samples(notes: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("key", "function", "error", "match"),
+    ("function", "error", "match"),
     [
-        ("no_such_column", lambda batch: [{}] * 20, KeyError, "no_such_column"),
-        ("x", lambda batch: [{}] * 20, tc.InvalidKeyError, "text or integers"),
-        ("id", lambda batch: [{}], ValueError, "expected one row"),
-        ("id", lambda batch: [*([{}] * 19), {"x": object()}], tc.EncodeError, "sample '19'"),
+        (lambda batch: [{}], ValueError, "expected one row"),
+        (lambda batch: [*([{}] * 19), {"x": object()}], tc.EncodeError, "sample '19'"),
     ],
-    ids=["no column", "arrays as keys", "too few samples", "an object"],
+    ids=["too few samples", "an object"],
 )
-def test_wrong_keys_and_samples(tmp_path: Path, key: str, function: Any, error: Any, match: str) -> None:
+def test_wrong_samples(tmp_path: Path, function: Any, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
-        tc.ray.build_ray(items(20, 1), lambda: function, tmp_path / "out", fingerprint={}, key=key)
+        tc.ray.build_ray(items(20, 1), lambda: function, tmp_path / "out", fingerprint={}, key="id")
     assert list((tmp_path / "out").iterdir()) == []

@@ -47,8 +47,9 @@ def members_cache(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("batch_format", ["numpy", "pandas", "pyarrow", None])
+@pytest.mark.parametrize(
+    ("batch_format", "exact"), [("numpy", False), ("pandas", True), ("pyarrow", False), (None, False), (None, True)]
+)
 def test_a_copy_is_equal(members_cache: Path, tmp_path: Path, batch_format: str | None, exact: bool) -> None:
     """Without a function, Ray fuses reading and writing into one operator."""
     dataset = tc.ray.read_ray(members_cache, exact=exact, override_num_blocks=2)
