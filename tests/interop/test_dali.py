@@ -47,42 +47,23 @@ def read_with_dali(path: str, fields: list[str], indexed: bool) -> list[list[byt
 @index_or_not
 def test_members_come_back(write_shard: Callable[..., str], indexed: bool) -> None:
     fields = [{"jpg": bytes(range(256)) * i, "meta.raw": b"\x00%d\xff" % i} for i in range(1, 6)]
-    path = write_shard(
-        [{"__key__": f"d/{i:03d}", "tensorcache": diffusion_sample(i), **fields[i]} for i in range(5)], base=False
-    )
-    samples = read_with_dali(path, ["skel.pyd", "safetensors", "jpg", "meta.raw"], indexed)
+    named = {"x": torch.rand(3), "y": "é"}
+    caches = [{"tensorcache": diffusion_sample(i), "text-2.tensorcache": named} for i in range(5)]
+    path = write_shard([{"__key__": f"d/{i:03d}", **cache, **fields[i]} for i, cache in enumerate(caches)], base=False)
+    suffixes = ["skel.pyd", "safetensors", "text-2.skel.pyd", "text-2.safetensors", "jpg", "meta.raw"]
+    samples = read_with_dali(path, suffixes, indexed)
     assert len(samples) == 5
-    for i, (skeleton, tensors, jpg, raw) in enumerate(samples):
+    for i, (skeleton, tensors, *of_name, jpg, raw) in enumerate(samples):
         assert (skeleton, tensors) == tc.encode_sample(diffusion_sample(i))
+        assert tuple(of_name) == tc.encode_sample(named)
         assert (jpg, raw) == tuple(fields[i].values())
         assert_same(diffusion_sample(i), tc.decode_sample(skeleton, tensors, verify=True))
 
 
 @index_or_not
-def test_named_caches(write_shard: Callable[..., str], indexed: bool) -> None:
-    caches = {"image": [torch.arange(5)], "text-2": {"x": torch.rand(3), "y": "é"}}
-    path = write_shard([{"__key__": "a", **{f"{name}.tensorcache": value for name, value in caches.items()}}])
-    fields = [f"{name}.{suffix}" for name in caches for suffix in ("skel.pyd", "safetensors")]
-    ((*image, text_skeleton, text_tensors),) = read_with_dali(path, fields, indexed)
-    assert_same(caches["image"], tc.decode_sample(*image))
-    assert_same(caches["text-2"], tc.decode_sample(text_skeleton, text_tensors))
-
-
-@index_or_not
-def test_longest_member_names(write_shard: Callable[..., str], indexed: bool) -> None:
-    keys = [name * (100 - len(".safetensors")) for name in "ab"]  # the longest that FORMAT.md allows
-    path = write_shard([{"__key__": key, "tensorcache": {"key": key, "x": torch.arange(3)}} for key in keys])
-    samples = read_with_dali(path, ["skel.pyd", "safetensors"], indexed)
-    assert [tc.decode_sample(*sample)["key"] for sample in samples] == keys
-
-
-@index_or_not
-@pytest.mark.parametrize(
-    "keys",
-    [["A", "a"], ["x*", "x?"], ['"a"', "'a'"], ["a\\n", "a\\t"], ["-rf", "--help"], ["{0}", "%s"], ["d.e/f", "d/e"]],
-    ids=str,
-)
-def test_keys_that_are_allowed(write_shard: Callable[..., str], keys: list[str], indexed: bool) -> None:
+def test_keys_that_are_allowed(write_shard: Callable[..., str], indexed: bool) -> None:
+    longest = [letter * (100 - len(".safetensors")) for letter in "ab"]
+    keys = [*longest, "A", "a", "x*", "x?", '"a"', "'a'", "a\\n", "a\\t", "-rf", "--help", "{0}", "%s", "d.e/f", "d/e"]
     path = write_shard([{"__key__": key, "tensorcache": {"key": key, "x": torch.arange(3)}} for key in keys])
     samples = read_with_dali(path, ["skel.pyd", "safetensors"], indexed)
     assert [tc.decode_sample(*sample)["key"] for sample in samples] == keys

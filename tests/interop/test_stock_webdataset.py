@@ -32,28 +32,35 @@ def digest(tensor):
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(raw).hexdigest()]
 
-for sample in wds.WebDataset(sys.argv[1], shardshuffle=False).decode():
+def read(sample):
     fields = {name: repr(value) for name, value in sample.items() if name[0] != "_" and not isinstance(value, bytes)}
     stored = {name: safetensors.torch.load(value) for name, value in sample.items() if name.endswith("safetensors")}
     digests = {name: {key: digest(tensor) for key, tensor in tensors.items()} for name, tensors in stored.items()}
-    print(json.dumps({"key": sample["__key__"], "fields": fields, "digests": digests}))
+    return {"key": sample["__key__"], "fields": fields, "digests": digests}
+
+for path in sys.argv[1:]:
+    print(json.dumps([read(sample) for sample in wds.WebDataset(path, shardshuffle=False).decode()]))
 """
-
-
-def read_elsewhere(path: str, folder: Path) -> list[dict[str, Any]]:
-    """Return stock webdataset's samples of the shard as dicts."""
-    command = [sys.executable, "-c", STOCK_READER, path]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def digest(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(tensor_bytes(tensor)).hexdigest()]
 
 
-def test_structure_and_values(shard: str, tmp_path: Path) -> None:
-    samples = read_elsewhere(shard, tmp_path)
+def test_stock_readers_see_structure_and_values(shard: str, write_shard: Callable[..., str], tmp_path: Path) -> None:
+    array, wide = np.arange(4, dtype=">i2"), torch.tensor([1 + 2j, -3j], dtype=torch.complex128)
+    image, text = torch.arange(6).view(2, 3), torch.linspace(0, 1, 5).bfloat16()
+    named = {"image.tensorcache": {"x": image}, "text-2.tensorcache": [text, None], "tensorcache": image}
+    paths = [
+        shard,
+        write_shard([{"__key__": "a/b", **named}], "named.tar"),
+        write_shard([{"__key__": "a", "tensorcache": (array, wide)}], "arrays.tar"),
+    ]
+    command = [sys.executable, "-c", STOCK_READER, *paths]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    samples, (of_names,), (of_arrays,) = map(json.loads, done.stdout.splitlines())
+
     assert [sample["key"] for sample in samples] == [f"{i:03d}" for i in range(10)]
     for i, sample in enumerate(samples):
         pooled = {"pooled_output": "tensor:cond.0.1.pooled_output", "prompt": f"photo {i}", "size": (64, 48)}
@@ -67,22 +74,7 @@ def test_structure_and_values(shard: str, tmp_path: Path) -> None:
                 "cond.0.1.pooled_output": digest(original["cond"][0][1]["pooled_output"]),
             }
         }
-
-
-def test_named_caches(write_shard: Callable[..., str], tmp_path: Path) -> None:
-    image, text = torch.arange(6).view(2, 3), torch.linspace(0, 1, 5).bfloat16()
-    path = write_shard(
-        [
-            {
-                "__key__": "a/b",
-                "image.tensorcache": {"x": image},
-                "text-2.tensorcache": [text, None],
-                "tensorcache": image,
-            }
-        ]
-    )
-    (sample,) = read_elsewhere(path, tmp_path)
-    assert sample == {
+    assert of_names == {
         "key": "a/b",
         "fields": {
             "image.skel.pyd": repr({"x": "tensor:x"}),
@@ -95,13 +87,9 @@ def test_named_caches(write_shard: Callable[..., str], tmp_path: Path) -> None:
             "text-2.safetensors": {"0": digest(text)},
         },
     }
-
-
-def test_arrays_and_dtypes_that_safetensors_lacks(write_shard: Callable[..., str], tmp_path: Path) -> None:
-    array, wide = np.arange(4, dtype=">i2"), torch.tensor([1 + 2j, -3j], dtype=torch.complex128)
-    (sample,) = read_elsewhere(write_shard([{"__key__": "a", "tensorcache": (array, wide)}]), tmp_path)
-    assert sample["fields"] == {"skel.pyd": repr(("ndarray:0", "tensor:1?dtype=complex128"))}
-    assert sample["digests"]["safetensors"] == {
+    # dtypes that safetensors lacks
+    assert of_arrays["fields"] == {"skel.pyd": repr(("ndarray:0", "tensor:1?dtype=complex128"))}
+    assert of_arrays["digests"]["safetensors"] == {
         "0": digest(torch.arange(4, dtype=torch.int16)),
         "1": digest(torch.view_as_real(wide)),
     }
