@@ -27,7 +27,7 @@ _OTHERS = [torch.complex64, torch.complex128, torch.uint8, torch.uint16, torch.u
 def write_photos(folder: Path, num_samples: int = 40, side: int = 16) -> None:
     """Write samples of a latent, a text of 3 to 7 states, a prompt and a size; sample 7 has NaN, 11 is 50 times too large."""
     torch.manual_seed(0)
-    with tc.ShardWriter(f"{folder}/train-%05d.tar", max_samples=16, fingerprint={"model": "flux"}) as sink:
+    with tc.ShardWriter(f"{folder}/train-%05d.tar", max_samples=16, fsync=False, fingerprint={"model": "flux"}) as sink:
         for i in range(num_samples):
             latent = torch.randn(16, side, side, dtype=torch.bfloat16)
             if i == 7:
@@ -47,7 +47,9 @@ def write_hostile(folder: Path) -> None:
     deep: Any = [0]
     for _ in range(40):
         deep = [deep, deep]
-    with tc.ShardWriter(f"{folder}/a-%05d.tar", fingerprint={"<b>": EVIL[:60], "x": {"y": ["</script>"]}}) as sink:
+    with tc.ShardWriter(
+        f"{folder}/a-%05d.tar", fsync=False, fingerprint={"<b>": EVIL[:60], "x": {"y": ["</script>"]}}
+    ) as sink:
         sink.write(tc.safe_key(EVIL[:17]), {EVIL: torch.randn(4, 8, 8), "prompt": EVIL, "q": {'"><svg onload=x>': 1}})
         large = {
             "prompt": "<i></script>" * 100_000,

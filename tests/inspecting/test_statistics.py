@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,37 +30,37 @@ def _num_counted(histogram: dict[str, Any]) -> int:
     return int(histogram["num_below"] + sum(histogram["counts"]) + histogram["num_above"])
 
 
-def _histogram(folder: Path, values: Any) -> dict[str, Any]:
-    _write(folder, {"a": {"x": values}})
-    histogram: dict[str, Any] = json_of("show", folder, "a", "--tensor", "x")["values"]["histogram"]
-    assert len(histogram["counts"]) <= 64
-    return histogram
+def _histograms(folder: Path, tensors: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    _write(folder, {"a": tensors})
+    shown = json_of("show", folder, "a")["tensors"]
+    histograms = {tensor["name"]: tensor["values"]["histogram"] for tensor in shown}
+    assert all(len(histogram["counts"]) <= 64 for histogram in histograms.values())
+    return histograms
 
 
-@pytest.mark.parametrize(
-    "numbers", [[5], [0, 1], [-3, 70, 8, 8], range(200), [-(1 << 40), 1 << 40, 7], [0, 63], [0, 64]], ids=str
-)
-def test_bins_of_whole_numbers(tmp_path: Path, numbers: Sequence[int]) -> None:
-    found, values = _histogram(tmp_path, torch.tensor(numbers)), np.array(numbers)
-    assert found["width"] >= 1
-    edges = [found["begin"] + i * found["width"] for i in range(len(found["counts"]) + 1)]
-    assert found["counts"] == [((low <= values) & (values < high)).sum() for low, high in pairwise(edges)]
-    assert _num_counted(found) == len(numbers)
+def test_bins_of_whole_numbers(tmp_path: Path) -> None:
+    cases = [[5], [0, 1], [-3, 70, 8, 8], range(200), [-(1 << 40), 1 << 40, 7], [0, 63], [0, 64]]
+    tensors = {f"{numbers}": torch.tensor(numbers) for numbers in cases}
+    for name, found in _histograms(tmp_path, tensors).items():
+        values = tensors[name].numpy()
+        assert found["width"] >= 1
+        edges = [found["begin"] + i * found["width"] for i in range(len(found["counts"]) + 1)]
+        assert found["counts"] == [((low <= values) & (values < high)).sum() for low, high in pairwise(edges)], name
+        assert _num_counted(found) == len(values)
 
 
-@pytest.mark.parametrize(
-    "numbers", [[0.5, 0.5], [-1e308, 1e308, 0.0], [1e-310, 2e-310], [0.0, 1e300] + [1.0] * 50], ids=str
-)
-def test_every_value_is_in_the_histogram(tmp_path: Path, numbers: list[float]) -> None:
-    found = _histogram(tmp_path, torch.tensor(numbers, dtype=torch.float64))
-    assert _num_counted(found) == len(numbers)
-    assert found["begin"] <= max(numbers)
+def test_every_value_is_in_the_histogram(tmp_path: Path) -> None:
+    cases = [[0.5, 0.5], [-1e308, 1e308, 0.0], [1e-310, 2e-310], [0.0, 1e300] + [1.0] * 50]
+    tensors = {f"{i}": torch.tensor(numbers, dtype=torch.float64) for i, numbers in enumerate(cases)}
+    for name, found in _histograms(tmp_path, tensors).items():
+        assert _num_counted(found) == len(tensors[name])
+        assert found["begin"] <= tensors[name].max()
 
 
 def test_histograms_of_many_values(tmp_path: Path) -> None:
     """They are made from some of the values, and outliers do not flatten them."""
     chance = np.random.default_rng(0)
-    found = _histogram(tmp_path, np.append(chance.normal(size=500_000), np.full(100, 1e6)))
+    found = _histograms(tmp_path, {"x": np.append(chance.normal(size=500_000), np.full(100, 1e6))})["x"]
     assert 4000 < sum(found["counts"]) <= 16_384
     assert sum(count > 30 for count in found["counts"]) >= 16
     assert found["num_above"] > 0
@@ -98,26 +97,25 @@ def test_values_of_every_dtype(tmp_path: Path) -> None:
         assert _num_counted(found["histogram"]) == finite.size or name == "large"
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (torch.tensor([2**63 - 1, -(2**63), 5]), (3, -(2**63), 2**63 - 1)),
-        (np.array([2**64 - 1, 2**64 - 3], np.uint64), (2, 2**64 - 3, 2**64 - 1)),
-        (torch.zeros(0, 4), (0, None, None)),
-        (torch.tensor([float("nan"), float("inf"), -float("inf")]), (3, None, None)),
-        (np.array(["a", "b"]), None),
-        (np.array([b"x"]), None),
-        (np.array(["2020-01-01"], "M8[D]"), None),
-    ],
-)
-def test_values(tmp_path: Path, value: Any, expected: Sequence[Any] | None) -> None:
-    found = json_of("show", _write(tmp_path, {"a": {"x": value}}), "a", "--tensor", "x")["values"]
-    if expected is None:
-        assert found is None
-    else:
-        assert (found["num_values"], found["min"], found["max"]) == expected
-        is_empty = expected[1] is None
-        assert (found["mean"] is None, found["std"] is None, found["histogram"] is None) == (is_empty,) * 3
+def test_values(tmp_path: Path) -> None:
+    cases: dict[str, tuple[Any, tuple[Any, ...] | None]] = {
+        "int64": (torch.tensor([2**63 - 1, -(2**63), 5]), (3, -(2**63), 2**63 - 1)),
+        "uint64": (np.array([2**64 - 1, 2**64 - 3], np.uint64), (2, 2**64 - 3, 2**64 - 1)),
+        "empty": (torch.zeros(0, 4), (0, None, None)),
+        "not finite": (torch.tensor([float("nan"), float("inf"), -float("inf")]), (3, None, None)),
+        "text": (np.array(["a", "b"]), None),
+        "bytes": (np.array([b"x"]), None),
+        "date": (np.array(["2020-01-01"], "M8[D]"), None),
+    }
+    _write(tmp_path, {"a": {name: value for name, (value, _) in cases.items()}})
+    for tensor in json_of("show", tmp_path, "a")["tensors"]:
+        found, expected = tensor["values"], cases[tensor["name"]][1]
+        if expected is None:
+            assert found is None
+        else:
+            assert (found["num_values"], found["min"], found["max"]) == expected
+            is_empty = expected[1] is None
+            assert (found["mean"] is None, found["std"] is None, found["histogram"] is None) == (is_empty,) * 3
 
 
 def test_a_bool_that_is_none_names_its_place(tmp_path: Path) -> None:

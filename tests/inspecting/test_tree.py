@@ -70,11 +70,6 @@ def test_a_tree(tree_of: Any) -> None:
     ]
 
 
-def test_one_tensor_or_value(tree_of: Any) -> None:
-    assert tree_of(torch.zeros(3))["text"] == "f32[3]"
-    assert tree_of("text")["text"] == "'text'"
-
-
 def test_large_samples_are_cut(tree_of: Any) -> None:
     many = tree_of({f"{i}": [{"a": i}] for i in range(3000)})
     assert many["text"] == "dict of 3,000"
