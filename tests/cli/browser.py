@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -142,11 +141,6 @@ class Browser:
             which = {"key": key, "code": code, "windowsVirtualKeyCode": number}
             self.send("Input.dispatchKeyEvent", type="keyDown", **which, **text)
             self.send("Input.dispatchKeyEvent", type="keyUp", **which)
-
-    def picture(self, path: Path, whole: bool = False) -> None:
-        """Save a picture of the window, or of the whole page, as PNG."""
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def _wait(self, is_done: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + _TIMEOUT_S

@@ -22,7 +22,7 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -82,20 +82,33 @@ class Server:
         self._context.set_forkserver_preload([name for name in names if not name.endswith("__main__")])
 
     def start(
-        self, arguments: list[str], files: tuple[int, int, int], cwd: Path, environment: Mapping[str, str] | None = None
+        self,
+        arguments: list[str],
+        files: tuple[int, int, int],
+        cwd: Path,
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[], object] | None = None,
     ) -> Process:
-        """Start a command with stdin, stdout and stderr; -1 closes stdout."""
-        process = self._context.Process(target=_become, args=(arguments, _Files(files), str(cwd), environment or {}))
+        """Start a command with stdin, stdout and stderr; -1 closes stdout. `prepare` is called in its process before it."""
+        args = arguments, _Files(files), str(cwd), environment or {}, prepare
+        process = self._context.Process(target=_become, args=args)
         process.start()
         return Process(process)
 
-    def run(self, *arguments: str | Path, cwd: Path, stdin: str = "", **environment: str) -> Result:
+    def run(
+        self,
+        *arguments: str | Path,
+        cwd: Path,
+        stdin: str = "",
+        prepare: Callable[[], object] | None = None,
+        **environment: str,
+    ) -> Result:
         """Run a command whose input and output are files."""
         with Output() as source, Output() as out, Output() as err:
             os.write(source.fileno, stdin.encode())
             os.lseek(source.fileno, 0, os.SEEK_SET)
             files = source.fileno, out.fileno, err.fileno
-            status = self.start(list(map(str, arguments)), files, cwd, environment).wait()
+            status = self.start(list(map(str, arguments)), files, cwd, environment, prepare).wait()
             return Result(status, out.read(), err.read())
 
     def run_on_terminal(
@@ -153,7 +166,9 @@ class _Files:
         return tuple, ([DupFd(file) if file >= 0 else None for file in self._files],)
 
 
-def _become(arguments: list[str], files: Any, cwd: str, environment: dict[str, str]) -> None:
+def _become(
+    arguments: list[str], files: Any, cwd: str, environment: dict[str, str], prepare: Callable[[], object] | None
+) -> None:
     """Run a command in this process as the console script does, with these files, folder and environment."""
     os.setsid()
     for number, file in enumerate(files):
@@ -172,6 +187,8 @@ def _become(arguments: list[str], files: Any, cwd: str, environment: dict[str, s
     sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace", buffering=1)
     sys.argv = ["tensorcache", *arguments]
     status: Any = 1
+    if prepare is not None:
+        prepare()
     try:
         runpy.run_module("wds_tensorcache.cli", run_name="__main__")
     except SystemExit as exc:

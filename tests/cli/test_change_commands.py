@@ -55,7 +55,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"max_samples": 5}, {"max_samples": 1}, {"max_samples": 1000}, {"max_nbytes": 6000}, {"max_nbytes": 1}]
+    "options", [{"max_samples": 5}, {"max_samples": 1000}, {"max_nbytes": 6000}, {"max_nbytes": 1}]
 )
 def test_reshard_is_what_a_writer_writes(tmp_path: Path, options: dict[str, int]) -> None:
     write(tmp_path / "in", range(23), max_samples=7, fingerprint={"model": "vae"})

@@ -121,24 +121,11 @@ def test_drop_by_original_name(tmp_path: Path) -> None:
     assert list(tc.open(tmp_path / "out").keys()) == [tc.safe_key("photo (2).v2")]
 
 
-@pytest.mark.parametrize("command", ["verify", "repair"])
-def test_sources_that_are_missing(tmp_path: Path, command: str) -> None:
-    out = [tmp_path / "out"] if command == "repair" else []
+def test_sources_that_are_missing(tmp_path: Path) -> None:
     for source in (tmp_path / "nowhere", tmp_path):
-        found = run(command, source, *out, status=2)
-        assert found.stderr.startswith("tensorcache: ")
-        assert found.stderr.count("\n") == 1
+        for arguments in (["verify", source], ["repair", source, tmp_path / "out"]):
+            found = run(*arguments, status=2)
+            assert found.stderr.startswith("tensorcache: ")
+            assert found.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-def test_wrong_usage() -> None:
-    assert "Missing argument" in run("verify", status=2).stderr
-    assert "unknown command" in run("verif", status=2).stderr
     assert "Invalid value" in run("index", "nowhere.tar", status=2).stderr
-
-
-def test_the_command_is_installed() -> None:
-    from importlib.metadata import entry_points
-
-    (found,) = entry_points(group="console_scripts", name="tensorcache")
-    assert found.value == "wds_tensorcache.cli:main"

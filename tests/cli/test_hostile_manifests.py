@@ -13,20 +13,24 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import run_any
 
-COMMANDS = [
+# each reads a manifest in its own way
+READERS = [
     ("ls", "{cache}"),
-    ("show", "{cache}", "k1"),
-    ("schema", "{cache}"),
-    ("stats", "{cache}"),
     ("verify", "{cache}"),
     ("repair", "{cache}", "{out}"),
-    ("diff", "{cache}", "{good}"),
     ("drop", "{cache}", "{out}", "k1"),
     ("export", "{cache}", "{out}"),
     ("merge", "{cache}", "{out}"),
+    ("index", "{cache}/000000.tar"),
+]
+# these open the cache as `ls` does; what they print differs
+PRINTERS = [
+    ("show", "{cache}", "k1"),
+    ("schema", "{cache}"),
+    ("stats", "{cache}"),
+    ("diff", "{cache}", "{good}"),
     ("bench", "{cache}", "--seconds", "0", "--threads", "1"),
     ("view", "{cache}", "-o", "{out}.html"),
-    ("index", "{cache}/000000.tar"),
 ]
 
 
@@ -58,7 +62,7 @@ def test_commands_on_a_hostile_manifest(tmp_path: Path, monkeypatch: pytest.Monk
         for i in range(3):
             sink.write(f"k{i}", {"x": torch.ones(3)})
     before = {path: path.read_bytes() for path in (tmp_path / "good").iterdir()}
-    for number, command in enumerate(COMMANDS):
+    for number, command in enumerate(READERS + PRINTERS * (name in ("escapes", "fingerprint"))):
         cache, out = tmp_path / f"cache{number}", tmp_path / f"out{number}"
         shutil.copytree(tmp_path / "good", cache)
         made = MANIFESTS[name](json.loads((cache / "manifest.json").read_text()))

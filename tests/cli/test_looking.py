@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
@@ -45,11 +44,10 @@ def test_ls(run: Run, cache: Path) -> None:
     assert run("ls", cache, "--json", "--glob", "nothing").json == []
 
 
-@pytest.mark.parametrize("source", ["cache", "cache/0.tar", "cache/*.tar", "cache/manifest.json", "cache/{0..0}.tar"])
-def test_every_source(run: Run, cache: Path, source: str) -> None:
-    found = run("ls", source, "--json")
-    assert found.status == 0
-    assert len(found.json) == (4 if "0" in source else 10)
+def test_every_source(run: Run, cache: Path) -> None:
+    counts = {"cache": 10, "cache/0.tar": 4, "cache/*.tar": 10, "cache/manifest.json": 10, "cache/{0..0}.tar": 4}
+    for source, count in counts.items():
+        assert len(run("ls", source, "--json").json) == count
 
 
 def test_show(run: Run, cache: Path) -> None:
@@ -170,7 +168,6 @@ def test_cat_every_dtype(run: Run, tmp_path: Path) -> None:
     for name, value in values.items():
         tensor = value.view(torch.uint8) if name == "f8" else value
         plain = value if isinstance(value, np.ndarray) else tensor.numpy()
-        assert run("cat", "c.tar", "a", name, "--as", "raw").stdout == plain.tobytes()
         npy = run("cat", "c.tar", "a", name)
         if name == "f8":
             assert (npy.status, npy.stdout) == (2, b"")
@@ -178,13 +175,15 @@ def test_cat_every_dtype(run: Run, tmp_path: Path) -> None:
         else:
             loaded = np.load(io.BytesIO(npy.stdout))
             assert (loaded.dtype, loaded.shape, loaded.tobytes()) == (plain.dtype, plain.shape, plain.tobytes())
-        stored = run("cat", "c.tar", "a", name, "--as", "safetensors")
-        if name in ("text", "date"):
-            assert (stored.status, stored.stdout) == (2, b"")
-            assert "--as raw" in stored.err
-        elif isinstance(value, torch.Tensor):
-            found = safetensors.torch.load(stored.stdout)[name]
-            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+        if name in ("text", "f8", "zero"):
+            assert run("cat", "c.tar", "a", name, "--as", "raw").stdout == plain.tobytes()
+            stored = run("cat", "c.tar", "a", name, "--as", "safetensors")
+            if name == "text":
+                assert (stored.status, stored.stdout) == (2, b"")
+                assert "--as raw" in stored.err
+            else:
+                found = safetensors.torch.load(stored.stdout)[name]
+                assert (found.dtype, found.shape) == (value.dtype, value.shape)
     assert run("cat", "c.tar", "a", "nan", "--json").json["values"] == ["NaN", "-Infinity"]
     assert run("cat", "c.tar", "a", "text", "--json").json["values"] == ["ab", "c"]
     assert run("cat", "c.tar", "a", "scalar", "--json").json["values"] == 1.5
