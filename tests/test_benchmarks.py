@@ -17,7 +17,7 @@ from benchmarks.ceiling import Ranges
 from benchmarks.harness import CEILING, Timed, interleaved
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS
 from benchmarks.report import tables
-from benchmarks.scale import BATCH, RANKS_PER_NODE, indices_of_ranks, node_hits
+from benchmarks.scale import BATCH, RANKS_PER_NODE, indices_of_ranks
 from benchmarks.scale import tables as tables_of_scale
 from benchmarks.scenarios.dali import NATIVE, NESTED
 from benchmarks.scenarios.gpu import AHEAD, CACHED_COPY, PINNED_COPY
@@ -133,15 +133,6 @@ def test_two_states_are_compared(tmp_path: Path) -> None:
         assert base == "-" if row.startswith(CEILING) else len(ratio.partition(" (")[0].split(", ")) == 2
 
 
-@pytest.mark.long
-def test_two_states_are_compared_with_limited_memory(tmp_path: Path) -> None:
-    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "batch_cold, 450 KB, * MB of memory")
-    output = _run(sys.executable, "-m", "benchmarks.core", *chosen)
-    if "PermissionError" in output or "FileNotFoundError" in output or "Skipped" in output:
-        pytest.skip("needs a real disk and the right to make a control group")
-    assert f" | {NAME} | " in output
-
-
 def test_the_page_about_scale_has_the_tables() -> None:
     page = (ROOT / "benchmarks" / "scale.md").read_text()
     for table in tables_of_scale():
@@ -160,9 +151,3 @@ def test_simulated_ranks_have_the_samples_of_a_loader(tmp_path: Path) -> None:
                 steps = [list(batch["index"]) for batch in loader]
             simulated = [indices_of_ranks(lambda _, at: at, step, world_size, 1) for step in range(4)]
             assert steps == [step[rank - 1].tolist() for step in simulated]
-
-
-def test_a_cache_that_fits_serves_all() -> None:
-    for shuffle in ("True", '"blocks"'):
-        assert node_hits(shuffle, True, 1.0) == 1
-        assert node_hits(shuffle, False, 0.75) < 0.05 < node_hits(shuffle, True, 0.75) < 1
