@@ -16,7 +16,6 @@ from benchmarks.calls import acts, traced
 from benchmarks.ceiling import Ranges
 from benchmarks.harness import CEILING, Timed, interleaved
 from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS
-from benchmarks.report import tables
 from benchmarks.scale import BATCH, RANKS_PER_NODE, indices_of_ranks
 from benchmarks.scale import tables as tables_of_scale
 from benchmarks.scenarios.dali import NATIVE, NESTED
@@ -72,19 +71,6 @@ def test_rounds_run_in_different_orders() -> None:
 def test_a_row_reads_as_many_samples_as_it_should() -> None:
     with pytest.raises(AssertionError, match="read 3 samples of 4"):
         interleaved({"a": Timed(lambda: 3, 4)}, 1)
-
-
-def test_the_tables_of_a_run() -> None:
-    batches = {"tensorcache": [20.0, 21.0, 22.0], "ceiling": [10.0, 12.0, 11.0], "MDS": [25.0, 28.0, 140.0]}
-    found = {"batch_random": batches, "verify": {"ceiling, readinto": [7.0]}, "remote": {}}
-    assert list(tables(WORKLOADS["diffusion"], found, {"ceiling": 449_024.0, "tensorcache": 451_194.0})) == [
-        "| 450 KB in three fp16 tensors, nested, us/sample | batch_random | store, KB/sample |\n"
-        "| --- | --- | --- |\n"
-        "| ceiling | 11.0 (10.0..12.0) | 449 |\n"
-        "| tensorcache | 21.0 (20.0..22.0) | 451 |\n"
-        "| MDS | 28.0 (25.0..140) | - |",
-        "| verify, diffusion | us/sample |\n| --- | --- |\n| ceiling, readinto | 7.00 |",
-    ]
 
 
 def test_the_way_of_a_batch_is_short(tmp_path: Path) -> None:

@@ -80,17 +80,3 @@ def test_kinds_of_tars(tmp_path: Path) -> None:
     with pytest.raises(tc.TarFormatError, match="x.tar: byte 0: ") as caught:
         tc.open(tmp_path / "x.tar")
     assert caught.value.kind == "compressed"
-
-
-def test_handlers_that_know_tarfile_alone(tmp_path: Path) -> None:
-    path = write(tmp_path, 4, footer=False, dali_index=False, manifest=False)
-    path.write_bytes(path.read_bytes()[:5000])
-    met: list[Exception] = []
-
-    def goes_on(error: Exception) -> bool:
-        met.append(error)
-        return isinstance(error, tarfile.ReadError)
-
-    shards = [{"url": str(path)}, {"url": str(path)}]
-    list(tc.tarfile_to_samples(handler=goes_on)(shards))
-    assert len(met) == 2

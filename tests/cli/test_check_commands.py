@@ -66,15 +66,10 @@ def test_index(tmp_path: Path) -> None:
     assert tc.verify(tmp_path / "a.tar").ok
 
 
-@pytest.mark.parametrize("content", [b"", b"not a tar" * 200, b"zeros"])
+@pytest.mark.parametrize("content", [b"", b"not a tar" * 200])
 def test_index_of_what_is_no_shard(folder: Path, tmp_path: Path, content: bytes) -> None:
     """Nothing is written; shards before the bad one are indexed."""
     bad, good = tmp_path / "bad.tar", folder / "000000.tar"
-    if content == b"zeros":  # a lost header, as the index of the shard tells
-        raw = bytearray(good.read_bytes())
-        at = raw.index(b"k1.skel")
-        raw[at : at + 512] = bytes(512)
-        content = bytes(raw)
     bad.write_bytes(content)
     said = run("index", good, bad, status=1)
     assert said.stdout == ""

@@ -42,27 +42,17 @@ def _without_styles(content: bytes) -> str:
 # --- the script itself
 
 
-def _script(folder: Path) -> Path:
-    """Write the console script of setup.cfg, as pip does, and return its path."""
+def test_the_console_script(cache: Path, tmp_path: Path) -> None:
+    """The function that setup.cfg names, as pip's script calls it, ends quietly when the reader of its output has ended."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     name, _, target = config["options.entry_points"]["console_scripts"].strip().partition(" = ")
+    assert name == "tensorcache"
     module, _, function = target.partition(":")
-    path = folder / name
-    lines = [f"#!{sys.executable}", "import sys", f"from {module} import {function}", f"sys.exit({function}())", ""]
-    path.write_text("\n".join(lines))
-    path.chmod(0o755)
-    return path
-
-
-def test_the_console_script(cache: Path, tmp_path: Path) -> None:
-    """It ends quietly when the reader of its output has ended."""
-    script = _script(tmp_path)
-    assert script.name == "tensorcache"
+    code = f"import sys; from {module} import {function}; sys.exit({function}())"
     reading, writing = os.pipe()
     os.close(reading)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [str(script), "ls", "cache"]
+    command, environment = [sys.executable, "-c", code, "ls", "cache"], {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert process.communicate(timeout=120)[1] == b""

@@ -25,7 +25,10 @@ _OTHERS = [torch.complex64, torch.complex128, torch.uint8, torch.uint16, torch.u
 
 
 def write_photos(folder: Path, num_samples: int = 40, side: int = 16) -> None:
-    """Write samples of a latent, a text of 3 to 7 states, a prompt and a size; sample 7 has NaN, 11 is 50 times too large."""
+    """Write samples of a latent, a text of 3 to 7 states, a prompt and a size.
+
+    Sample 7 has NaN, 11 is 50 times too large, 33 has a damaged photo.
+    """
     torch.manual_seed(0)
     with tc.ShardWriter(f"{folder}/train-%05d.tar", max_samples=16, fsync=False, fingerprint={"model": "flux"}) as sink:
         for i in range(num_samples):
@@ -37,11 +40,11 @@ def write_photos(folder: Path, num_samples: int = 40, side: int = 16) -> None:
             text = torch.randn(3 + i % 5, 32, dtype=torch.float16)
             what = ["a harbor at dawn", "a fox in the snow", "an old clock"][i % 3]
             sample = {"latent": latent, "text": {"states": text}, "prompt": f"{what}, number {i}", "size": (128, 128)}
-            sink.write(f"photo-{i:05d}", sample)
+            sink.write(f"photo-{i:05d}", sample, **({"jpg": b"no picture"} if i == 33 else {}))
 
 
 def write_hostile(folder: Path) -> None:
-    """Write samples with hostile names and texts, all dtypes, no elements, NaN everywhere, cycles, and 10,000 of everything."""
+    """Write samples with hostile names and texts, all dtypes, no elements, NaN everywhere, cycles, and 3,000 of everything."""
     cycle: list[Any] = []
     cycle.append(cycle)
     deep: Any = [0]
@@ -67,8 +70,8 @@ def write_hostile(folder: Path) -> None:
         arrays |= {"complex": np.ones((3, 9, 9), np.complex128), "huge": np.full((3, 16, 16), 1e308)}
         mixed = torch.tensor([float("nan"), 1e38, -1e38, float("inf")]).repeat(64).reshape(4, 8, 8)
         sink.write("arrays", {**arrays, "mixed": mixed})
-        sink.write("many", {f"t{i}": torch.randn(3) for i in range(10_000)})
-        sink.write("values", {f"v{i}": "x" * 50 for i in range(10_000)})
+        sink.write("many", {f"t{i}": torch.randn(3) for i in range(3000)})
+        sink.write("values", {f"v{i}": "x" * 50 for i in range(3000)})
         sink.write("bare", torch.randn(8, 8, 8))
         sink.write("none", None)
         sink.write("text", "\u202eשלם\u202c <b>")

@@ -164,8 +164,8 @@ def test_hostile_content_stays_text(tmp_path: Path) -> None:
     assert [mark["short"] for mark in by_key["inf"]["marks"]] == ["1,024 Inf", "1 Inf"]
     dtypes = [dtype for _, dtype, _, _ in by_key["dtypes"]["tensors"]]
     assert len(dtypes) == len(set(dtypes)) > 10
-    assert by_key["many"]["num_more"] == 10_000 - len(by_key["many"]["tensors"])
-    assert report["num_tensors"] > 10_000
+    assert by_key["many"]["num_more"] == 3000 - len(by_key["many"]["tensors"])
+    assert report["num_tensors"] > 3000
     assert len(report["tensors"]) == 300
     assert not any(card["error"] for card in report["samples"])
 
