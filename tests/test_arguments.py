@@ -140,9 +140,6 @@ def test_no_gpu(shard: Path, device: Any) -> None:
     cache = tc.open(shard)
     for call in (
         lambda: cache.read_batch([0], device),
-        lambda: cache.read_batch([0], device, pin_memory=True),
-        lambda: cache.read_batch([0], device, collate="list"),
-        lambda: cache.read_batch([0], device, collate="pad"),
         lambda: cache.read_batch([0], device, collate=list),
         lambda: cache.read_tensors([0], device),
         lambda: tc.join([shard]).read_batch([0], device),

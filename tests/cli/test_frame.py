@@ -325,7 +325,7 @@ def _interrupted(server: Server, arguments: list[str], folder: Path, stdout: int
 
 
 def test_interrupted_while_it_writes(server: Server, large: Path) -> None:
-    for arguments in (["ls", "0.tar"], ["ls", "0.tar", "--json"], ["cat", "0.tar", "a", "x"]):
+    for arguments in (["ls", "0.tar"], ["cat", "0.tar", "a", "x"]):
         reading, writing = os.pipe()
         with _interrupted(server, arguments, large, writing):
             os.close(writing)
@@ -397,12 +397,6 @@ def test_ascii_output(run: Run, cache: Path) -> None:
         assert (found.status, found.err) == (0, "")
         assert found.stdout.isascii()
     assert "histogram" not in run("stats", cache, PYTHONIOENCODING="ascii").out
-
-
-def test_progress_is_on_stderr(on_terminal: Run, run: Run, cache: Path) -> None:
-    found = on_terminal("stats", cache, stderr=False)
-    assert found.stderr == b""
-    assert run("stats", cache).stderr == b""
 
 
 # --- completion

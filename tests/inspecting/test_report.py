@@ -71,16 +71,20 @@ def test_samples_have_texts_pictures_and_marks(tmp_path: Path) -> None:
     assert (stats["min"], stats["num_nan"]) == (pytest.approx(latent["values"]["min"], rel=1e-5), 0)
 
 
-def test_captions_and_pictures_in_other_members(tmp_path: Path) -> None:
+def _picture(kind: str, size: tuple[int, int], mode: str = "RGB", color: int = 0, **options: Any) -> bytes:
     image = pytest.importorskip("PIL.Image")
+    image.new(mode, size, color).save(file := io.BytesIO(), kind, **options)
+    return file.getvalue()
+
+
+def _open_picture(shown: dict[str, Any]) -> Any:
+    return pytest.importorskip("PIL.Image").open(io.BytesIO(base64.b64decode(shown["jpeg"])))
+
+
+def test_captions_and_pictures_in_other_members(tmp_path: Path) -> None:
     captions = ["a fox", "a fox\nin the snow", "animal"]
-
-    def picture(kind: str, size: tuple[int, int], mode: str = "RGB") -> bytes:
-        image.new(mode, size).save(file := io.BytesIO(), kind)
-        return file.getvalue()
-
-    members = [{"jpg": picture("JPEG", (600, 300))}, {"png": picture("PNG", (20, 30))}, {"jpg": b"no picture"}]
-    members += [{"png": picture("PNG", (8000, 8000), "1")}]  # as RGB, it would take 192 MB
+    members = [{"jpg": _picture("JPEG", (600, 300))}, {"png": _picture("PNG", (20, 30))}, {"jpg": b"no picture"}]
+    members += [{"png": _picture("PNG", (8000, 8000), "1")}]  # as RGB, it would take 192 MB
     decoded = ({".jpg": (256, 128)}, {".png": (20, 30)}, {".jpg": None}, {".png": None})
     with tc.ShardWriter(tmp_path, fsync=False) as sink:
         for i, others in enumerate(members):
@@ -95,7 +99,7 @@ def test_captions_and_pictures_in_other_members(tmp_path: Path) -> None:
         if (size := sizes[shown["member"]]) is None:
             assert shown["error"] == "cannot be decoded"
         else:
-            opened = image.open(io.BytesIO(base64.b64decode(shown["jpeg"])))
+            opened = _open_picture(shown)
             assert (opened.format, opened.size, (shown["width"], shown["height"])) == ("JPEG", size, size)
         assert not card["error"]
 
@@ -104,17 +108,12 @@ def test_pictures_of_strangers(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     exif = image.Exif()
     exif[0x112] = 6  # the picture lies on its side
-
-    def picture(kind: str, mode: str, size: tuple[int, int], **options: Any) -> bytes:
-        image.new(mode, size, options.pop("color", 0)).save(file := io.BytesIO(), kind, **options)
-        return file.getvalue()
-
     cases: list[tuple[dict[str, bytes], str, tuple[int, int] | None, int]] = [
-        ({"jpg": picture("JPEG", "RGB", (60, 30), exif=exif)}, ".jpg", (30, 60), 0),
-        ({"jpg": picture("JPEG", "RGB", (60, 30), comment=b"a secret" * 8000)}, ".jpg", (60, 30), 0),
-        ({"png": picture("PNG", "I;16", (60, 30), color=0x8000)}, ".png", (60, 30), 0x80),
+        ({"jpg": _picture("JPEG", (60, 30), exif=exif)}, ".jpg", (30, 60), 0),
+        ({"jpg": _picture("JPEG", (60, 30), comment=b"a secret" * 8000)}, ".jpg", (60, 30), 0),
+        ({"png": _picture("PNG", (60, 30), "I;16", 0x8000)}, ".png", (60, 30), 0x80),
         # other formats are not decoded, whatever their names
-        ({"jpg": picture("TIFF", "RGB", (60, 30))}, ".jpg", None, 0),
+        ({"jpg": _picture("TIFF", (60, 30))}, ".jpg", None, 0),
         ({"png": b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>'}, ".png", None, 0),
     ]
     with tc.ShardWriter(tmp_path, fsync=False) as sink:
@@ -130,9 +129,8 @@ def test_pictures_of_strangers(tmp_path: Path) -> None:
             assert photo["error"] == "cannot be decoded"
         else:
             assert (photo["width"], photo["height"]) == size
-            content = base64.b64decode(photo["jpeg"])
-            assert b"secret" not in content
-            assert abs(image.open(io.BytesIO(content)).getpixel((5, 5))[0] - level) < 3
+            assert b"secret" not in base64.b64decode(photo["jpeg"])
+            assert abs(_open_picture(photo).getpixel((5, 5))[0] - level) < 3
 
 
 def test_constant_tensors_are_marked_where_they_are_rare(tmp_path: Path) -> None:
