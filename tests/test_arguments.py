@@ -162,6 +162,7 @@ def test_a_refused_name_comes_with_a_remedy(tmp_path: Path) -> None:
             ("é", "json", "number the samples"),
             ("a.b", "json", "replace it, e.g. by '_'"),
             ("../a", "json", "remove"),
+            ("/a", "json", "remove"),
             ("__a", "json", "choose another first character"),
             ("x" * 101, "json", "shorten the key, or use tc.safe_key"),
             ("a", "_json", "choose another first character"),
