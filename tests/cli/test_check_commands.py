@@ -62,7 +62,10 @@ def test_index(tmp_path: Path) -> None:
     found = json_of("index", tmp_path / "a.tar", tmp_path / "b.tar")
     assert [each["num_samples"] for each in found] == [1, 1]
     assert sorted(os.listdir(tmp_path)) == ["a.idx", "a.tar", "a.tar.index", "b.idx", "b.tar", "b.tar.index"]
+    (tmp_path / "a.idx").unlink()
     assert run("index", tmp_path / "a.tar", "--no-dali-index").stdout == f"{tmp_path}/a.tar: 1 sample\n"
+    assert not (tmp_path / "a.idx").exists()
+    tc.write_index(tmp_path / "a.tar")
     assert tc.verify(tmp_path / "a.tar").ok
 
 
