@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.children import run_in_child
 from tests.same import assert_same
 
 COUNT = 23
+STEPS = ("mkdir", "link", "replace", "rename", "remove", "unlink", "rmdir", "fsync", "writev")  # what changes a disk
 
 
 def sample(i: int) -> dict[str, Any]:
@@ -46,17 +48,34 @@ def compare(folder: Path, expected: Path) -> None:
         assert (folder / name).read_bytes() == (expected / name).read_bytes(), name
 
 
+def is_killed(work: Callable[[], Any], kill_after_s: float | None = None) -> bool:
+    """Return whether work in a child was killed, by itself or after some seconds."""
+    code = run_in_child(work, kill_after_s)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def stop_at(step: int, steps: tuple[str, ...] = STEPS) -> None:
+    """Let this process be killed instead of its `step`-th call that changes a disk."""
+    left = [step]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def stop_or_call(*arguments: Any, **options: Any) -> Any:
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return call(*arguments, **options)
+
+        return stop_or_call
+
+    for name in steps:
+        setattr(os, name, counted(getattr(os, name)))
+
+
 def _write(folder: Path) -> None:
     with tc.ShardWriter(folder / "%03d.tar", max_samples=5, resume=True, fsync=False) as sink:
         for i in range(COUNT):
             sink.write(f"{i:03d}", sample(i))
-
-
-def _killed(folder: Path, seconds: float) -> bool:
-    """Write in another process for some seconds at most, and return whether it had to be killed."""
-    code = run_in_child(lambda: _write(folder), seconds)
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
 
 
 def write_until_killed(folder: Path, num_kills: int, seed: int) -> tuple[int, int]:
@@ -70,7 +89,7 @@ def write_until_killed(folder: Path, num_kills: int, seed: int) -> tuple[int, in
     longest = time.perf_counter() - begun
     while num_kills > 0:
         into, keys = folder / f"{whole}", list[str]()
-        while _killed(into, chance.uniform(0, longest)):
+        while is_killed(lambda: _write(into), chance.uniform(0, longest)):  # noqa: B023 called here
             num_kills -= 1
             longest *= 1.02  # so that it ends on a machine that has become busy
             if into.exists():

@@ -27,12 +27,12 @@ class Pose:
 
 
 def test_whole_shards(tmp_path: Path) -> None:
-    path = write(tmp_path, 250, per_shard=100, caches=("text", "image"))
+    path = write(tmp_path, 25, per_shard=10, caches=("text", "image"))
     report = tc.verify(tmp_path)
     assert report.ok
-    assert (report.num_shards, report.num_samples, report.num_unverified, report.num_unread) == (3, 250, 0, 0)
+    assert (report.num_shards, report.num_samples, report.num_unverified, report.num_unread) == (3, 25, 0, 0)
     assert report.nbytes == sum(shard.stat().st_size for shard in tmp_path.glob("*.tar"))
-    assert str(report) == f"3 shards, 250 samples, {report.nbytes:,} bytes: nothing is wrong"
+    assert str(report) == f"3 shards, 25 samples, {report.nbytes:,} bytes: nothing is wrong"
     for source in (path, tmp_path / "manifest.json", str(tmp_path / "{000000..000002}.tar"), [path]):
         assert faults(source) == []
     with pytest.raises(ValueError, match="num_threads=0, expected at least 1"):
@@ -216,17 +216,14 @@ def test_large_samples_in_little_memory(tmp_path: Path) -> None:
     assert [key for key, _ in faults(tmp_path)] == ["1"]
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_large_sample_in_front_of_a_missing_end(
-    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_sample_in_front_of_a_missing_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tc.ShardWriter(tmp_path / "0.tar", footer=False, dali_index=False, manifest=False) as sink:
         for number in range(3):
             sink.write(str(number), {"x": torch.full((1_700_000 + number,), number)})
     path = tmp_path / "0.tar"
     end = members(path)["2.safetensors"][1]
     path.write_bytes(path.read_bytes()[: end + -end % BLOCK])
-    report = tc.verify(path, num_threads=threads)
+    report = tc.verify(path)
     assert [(fault.key, fault.what[:26]) for fault in report.faults] == [(None, "truncated: the file ends a")]
     assert (report.num_samples, report.num_damaged) == (3, 0)
     flip(path, end - 1)
@@ -234,10 +231,9 @@ def test_a_large_sample_in_front_of_a_missing_end(
     flip(path, end - 1)
     bad = members(path)["1.safetensors"][1] - 200
     break_disk(monkeypatch, str(path), bad, bad + 1)
-    assert {fault.key: fault.kind for fault in tc.verify(path, num_threads=threads).faults} == {
-        "1": "unreadable",
-        None: "truncated",
-    }
+    for num_threads in (1, 2):
+        faulty = tc.verify(path, num_threads=num_threads).faults
+        assert {fault.key: fault.kind for fault in faulty} == {"1": "unreadable", None: "truncated"}
 
 
 def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +251,7 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("byte", [b"\0", b"\xff"])
-@pytest.mark.parametrize("first", [2, 4, 5, 20, 41])
+@pytest.mark.parametrize("first", [2, 4, 41])
 def test_skeletons_of_which_nothing_is_left(tmp_path: Path, first: int, byte: bytes) -> None:
     """Also where so much of the preamble is destroyed that it could be one of stock pickle, which has no digest."""
     path = write(tmp_path, 3)

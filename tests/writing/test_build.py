@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +78,18 @@ def assert_doubled(cache: Any, keys: list[str], changed: tuple[int, ...] = ()) -
         assert_same(double([Numbers(changed)[i]])[0], tc.realize(cache[name]))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_map_style_dataset(tmp_path: Path, num_workers: int) -> None:
-    cache = build(Numbers(), tmp_path / "numbered", num_workers=num_workers)
+def test_a_map_style_dataset(tmp_path: Path) -> None:
+    cache = build(Numbers(), tmp_path / "numbered", num_workers=2)
     assert_doubled(cache, [f"{i:09d}" for i in range(COUNT)])
     assert cache.num_shards == 5
     assert cache.fingerprint == MADE
-    assert_doubled(
-        build(Numbers(), tmp_path / "keyed", keys=key, num_workers=num_workers), [f"n{i}" for i in range(COUNT)]
-    )
+    assert_doubled(build(Numbers(), tmp_path / "keyed", keys=key), [f"n{i}" for i in range(COUNT)])
     names = [f"k{i}" for i in range(COUNT)]
-    assert_doubled(build(Numbers(), tmp_path / "named", keys=names, num_workers=num_workers), names)
-    own = [f"own{i}" for i in range(COUNT)]
-    for _ in range(2):
+    assert_doubled(build(Numbers(), tmp_path / "named", keys=names), names)
+    for num_workers in (0, 2):
         fn, called = counted()
-        assert_doubled(build(Numbers(keyed=True), tmp_path / "own", fn, num_workers=num_workers), own)
+        cache = build(Numbers(keyed=True), tmp_path / "own", fn, num_workers=num_workers)
+        assert_doubled(cache, [f"own{i}" for i in range(COUNT)])
     assert called == []
 
 
@@ -132,7 +126,7 @@ def test_not_one_row_for_each_item(tmp_path: Path, made: Any, message: str) -> N
         build(Numbers(), tmp_path, made)
 
 
-@pytest.mark.parametrize("fails_at", [0, 4, 9, 22])
+@pytest.mark.parametrize("fails_at", [0, 9, 22])
 @pytest.mark.parametrize("where", ["fn", "source", "key", "digest", "writer"])
 def test_an_item_that_fails(tmp_path: Path, fails_at: int, where: str) -> None:
     """It costs no sample that was computed before it, and the error names it."""
@@ -178,35 +172,6 @@ def test_an_item_that_fails(tmp_path: Path, fails_at: int, where: str) -> None:
     assert list(cache.keys()) == [f"n{i}" for i in range(COUNT)]
     assert [tc.realize(sample) for sample in cache] == [{"i": i} for i in range(COUNT)]
     assert tc.verify(tmp_path / "x").ok
-
-
-# a writer that was killed after it had named a shard has not listed it
-@pytest.mark.filterwarnings("ignore:.*manifest.json does not list 1 of the shards:UserWarning")
-def test_killed(tmp_path: Path) -> None:
-    """Real processes, really killed: in the end all is as if nothing had been."""
-    build(Numbers(), tmp_path / "whole", digest=digest).close()
-    chance = random.Random(1)
-    for _ in range(30):
-
-        def work() -> None:
-            build(Numbers(), tmp_path / "x", lambda items: (time.sleep(0.005), double(items))[1], digest=digest)
-
-        assert run_in_child(work, chance.uniform(0, 0.06)) in (0, -signal.SIGKILL)
-        if (tmp_path / "x" / "manifest.json").exists():
-            with tc.open(tmp_path / "x", expect=MADE) as cache:
-                assert_doubled(cache, [f"{i:09d}" for i in range(len(cache))])
-    build(Numbers(), tmp_path / "x", digest=digest).close()
-    compare(tmp_path / "x", tmp_path / "whole")
-
-
-def test_workers_end_with_an_error(tmp_path: Path) -> None:
-    class Failing(Numbers):
-        def __getitem__(self, i: int) -> Any:
-            return super().__getitem__(i) if i != 9 else stop_with(ZeroDivisionError)
-
-    with pytest.raises(ZeroDivisionError, match="Caught ZeroDivisionError in DataLoader worker"):
-        build(Failing(), tmp_path, num_workers=2)
-    assert not active_children()
 
 
 def test_workers_end_with_a_killed_process(tmp_path: Path) -> None:
@@ -256,7 +221,7 @@ def test_workers_that_start_end_with_a_killed_process(tmp_path: Path) -> None:
     os.close(reading)
 
 
-@pytest.mark.parametrize("changed", [(0,), (22,), (0, 1, 2, 3, 4), (7, 13), tuple(range(COUNT))], ids=str)
+@pytest.mark.parametrize("changed", [(0,), (7, 13), tuple(range(COUNT))], ids=str)
 def test_items_that_changed_are_refused(tmp_path: Path, changed: tuple[int, ...]) -> None:
     """Nothing is computed after the first of them; without `digest=`, the samples have no other digest."""
     build(Numbers(), tmp_path, digest=digest).close()
@@ -302,17 +267,18 @@ def test_progress(tmp_path: Path, kind: str) -> None:
         assert threads == {threading.get_ident()}
 
 
-def test_the_rate_after_a_resume(tmp_path: Path) -> None:
+def test_the_rate_after_a_resume(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Finished samples do not count for it: it is unknown until the first new sample."""
     build(list(range(20)), tmp_path, lambda items: [{"x": 1} for _ in items]).close()
-    script = (
-        "import sys, wds_tensorcache as tc\n"
-        "fn = lambda items: [{'x': 1} for _ in items]\n"
-        f"tc.build(list(range(24)), fn, sys.argv[1], fingerprint={MADE}, batch_size=4, progress=True)"
-    )
-    shown_always = {"TQDM_MININTERVAL": "0", "TQDM_MINITERS": "0"}  # tqdm reads them when it is imported
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    err = subprocess.run(command, env=os.environ | shown_always, check=True, capture_output=True, text=True).stderr
+
+    def resume() -> None:
+        os.environ |= {"TQDM_MININTERVAL": "0", "TQDM_MINITERS": "0"}  # tqdm reads them when it is imported
+        for name in [name for name in sys.modules if name.startswith("tqdm")]:
+            del sys.modules[name]
+        build(list(range(24)), tmp_path, lambda items: [{"x": 1} for _ in items], progress=True)
+
+    assert run_in_child(resume) == 0
+    err = capfd.readouterr().err
     (bar, *_) = [bar for bar in err.splitlines() if " 20/24 " in bar]
     assert "? samples/s" in bar
     assert " 24/24 " in err
@@ -320,7 +286,7 @@ def test_the_rate_after_a_resume(tmp_path: Path) -> None:
 
 def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
     """Samples are written as `fn` returned them, even if it reuses its memory."""
-    tensor, array, rows = torch.empty(4, 200_000), np.empty((4, 50_000), np.float32), [torch.empty(3) for _ in range(4)]
+    tensor, array, rows = torch.empty(4, 50_000), np.empty((4, 10_000), np.float32), [torch.empty(3) for _ in range(4)]
     raw = bytearray(1)
 
     def fn(items: list[int]) -> Any:
@@ -334,9 +300,9 @@ def test_memory_that_fn_uses_again(tmp_path: Path) -> None:
         raw[0] = items[0]
         return [{"x": tensor[row], "y": [array[row], {"z": (rows[row],)}], "raw": raw} for row in range(len(items))]
 
-    nested = build(list(range(40)), tmp_path / "a", fn)
-    listed = build(list(range(40)), tmp_path / "b", samples)
-    for i in range(40):
+    nested = build(list(range(20)), tmp_path / "a", fn)
+    listed = build(list(range(20)), tmp_path / "b", samples)
+    for i in range(20):
         found = tc.realize(nested[i])
         assert (found["x"] == i).all()
         assert (found["more"]["y"] == i).all()
@@ -371,8 +337,8 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
+@pytest.mark.parametrize("fails_at", ["n6", "n11", "n22"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
 def test_batches_stay_the_same_ones(
     tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None
@@ -428,6 +394,12 @@ def test_batches_stay_the_same_ones(
         (Numbers(), {"num_workers": -1}, ValueError, "num_workers=-1"),
         ((i for i in range(3)), {"num_workers": 2}, ValueError, "generator has no length"),
         (Numbers(), {"overwrite": True}, TypeError, "build has no argument 'overwrite'"),
+        (Numbers(), {"on_error": "skip"}, ValueError, "^on_error='skip': expected 'raise' or 'record'$"),
+        (Numbers(), {"check": "nan"}, ValueError, "^check='nan': expected None or 'finite'$"),
+        (Numbers(), {"allow_failures": True}, ValueError, "pass on_error='record'"),
+        (Numbers(), {"rank": 0, "world_size": 2, "footer": False}, ValueError, "ranks need the footers"),
+        (Numbers(), {"rank": 2, "world_size": 2}, ValueError, r"rank=2 out of range \[0, 2\)"),
+        (Numbers(), {"rank": 1}, ValueError, "pass both or neither"),
         (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
     ],
 )
@@ -450,19 +422,6 @@ def test_a_folder_of_other_shards(tmp_path: Path) -> None:
     (tmp_path / "a-0.tar").write_bytes((tmp_path / "a-0.tar").read_bytes()[:700])
     with pytest.raises(tc.FormatError, match=r"\(tc\.verify\) describes the damage, .*\(tc\.repair\) saves all other"):
         build(Numbers(), tmp_path / "a-%d.tar")
-
-
-def test_a_repaired_cache_is_completed(tmp_path: Path) -> None:
-    build(Numbers(), tmp_path / "x", keys=key).close()
-    with (tmp_path / "x" / "000002.tar").open("r+b") as file:
-        file.truncate(3000)
-    assert not tc.repair(tmp_path / "x", tmp_path / "mended").ok
-    fn, called = counted()
-    cache = build(Numbers(), tmp_path / "mended", fn, keys=key)
-    assert set(called) >= set(range(12, 15))
-    assert set(called) <= set(range(8, 16))
-    assert sorted(cache.keys()) == sorted(f"n{i}" for i in range(COUNT))
-    assert tc.verify(tmp_path / "mended").ok
 
 
 def test_samples_without_a_digest_have_changed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.children import finish, start
+from tests.shards.damage import contents_of
 
 COUNT = 50
 
@@ -57,13 +58,7 @@ class Iterated:
         return iter(self.items)
 
 
-SOURCES: dict[str, Callable[[list[Any]], Any]] = {
-    "list": list,
-    "tuple": tuple,
-    "dataset": Indexed,
-    "iterable": Iterated,
-}
-
+SOURCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "dataset": Indexed, "iterable": Iterated}
 
 ITEMS = list(range(COUNT))
 CHANGES = {
@@ -82,44 +77,35 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("how", CHANGES)
-def test_another_item_in_a_place_is_an_error(tmp_path: Path, how: str, kind: str) -> None:
-    build(SOURCES[kind](ITEMS), tmp_path).close()
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+def test_another_item_in_a_place(tmp_path: Path, how: str, kind: str) -> None:
+    """It is an error, and in a version, items that are not the ones of their old samples are computed, and only these."""
+    wanted, message = CHANGES[how]
+    build(SOURCES[kind](ITEMS), tmp_path / "a").close()
+    before = contents_of(tmp_path / "a")
     called: list[Any] = []
-    with pytest.raises(tc.StaleCacheError, match=CHANGES[how][1]) as raised:
-        build(SOURCES[kind](CHANGES[how][0]), tmp_path, called.extend)
+    with pytest.raises(tc.StaleCacheError, match=message) as raised:
+        build(SOURCES[kind](wanted), tmp_path / "a", called.extend)
     assert called == []
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    for remedy in ("appended", f"reuse={str(tmp_path)!r}", "keys=", "digest=", "keys='position'"):
+    assert contents_of(tmp_path / "a") == before
+    for remedy in ("appended", f"reuse={str(tmp_path / 'a')!r}", "keys=", "digest=", "keys='position'"):
         assert remedy in str(raised.value)
+    if not wanted:
+        return
+
+    def fn(batch: list[Any]) -> list[Any]:
+        called.extend(batch)
+        return encode(batch)
+
+    assert values(build(SOURCES[kind](wanted), tmp_path / "b", fn, reuse=tmp_path / "a")) == wanted
+    assert len(called) == sum(old != new for old, new in zip(ITEMS, wanted, strict=False)) + max(0, len(wanted) - COUNT)
+    with pytest.raises(tc.StaleCacheError, match="differ|changed"):  # an existing version is compared, too
+        build(SOURCES[kind]([77, *wanted]), tmp_path / "b", fn, reuse=tmp_path / "a")
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_appended_items_are_computed(tmp_path: Path, kind: str) -> None:
     build(SOURCES[kind](ITEMS), tmp_path).close()
     assert values(build(SOURCES[kind](list(range(COUNT + 9))), tmp_path)) == list(range(COUNT + 9))
-
-
-@pytest.mark.parametrize("kind", SOURCES)
-@pytest.mark.parametrize("how", CHANGES)
-def test_a_version_has_the_right_pairs(tmp_path: Path, how: str, kind: str) -> None:
-    """Items that are not the ones of their old samples are computed again, and only these."""
-    if how == "none":
-        return
-    build(SOURCES[kind](ITEMS), tmp_path / "a").close()
-    called: list[Any] = []
-
-    def fn(batch: list[Any]) -> list[Any]:
-        called.extend(batch)
-        return encode(batch)
-
-    wanted = CHANGES[how][0]
-    assert values(build(SOURCES[kind](wanted), tmp_path / "b", fn, reuse=tmp_path / "a")) == wanted
-    assert len(called) == sum(old != new for old, new in zip(ITEMS, wanted, strict=False)) + max(0, len(wanted) - COUNT)
-    with pytest.raises(tc.StaleCacheError, match="of 50 items compared, 1 differ"):
-        build(SOURCES[kind]([*ITEMS[:2], 5, *ITEMS[3:]]), tmp_path / "a", fn)
-    with pytest.raises(tc.StaleCacheError, match="differ|changed"):  # an existing version is compared, too
-        build(SOURCES[kind]([77, *wanted]), tmp_path / "b", fn, reuse=tmp_path / "a")
 
 
 def test_an_interrupted_build_is_compared(tmp_path: Path) -> None:
@@ -150,6 +136,8 @@ def test_few_items_of_a_dataset_are_read(tmp_path: Path) -> None:
             build(Indexed([*items[:at], 5000, *items[at:]]), tmp_path)
         with pytest.raises(tc.StaleCacheError, match="1 more"):
             build(Indexed([*items[:at], *items[at + 1 :]]), tmp_path)
+    with pytest.raises(tc.StaleCacheError, match="of 1000 items compared, 1 differ"):  # all items that are in memory
+        build((*items[:500], 5000, *items[501:]), tmp_path)
 
 
 class Odd:
@@ -163,7 +151,7 @@ def encode_odd(items: list[Any]) -> list[Any]:
     return encode([item.value for item in items])
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("kind", ["dataset", "iterable"])
 def test_other_items_warn_when_resumed(tmp_path: Path, kind: str) -> None:
     source = SOURCES[kind]([Odd(i) for i in range(COUNT)])
     build(source, tmp_path / "a", encode_odd).close()
@@ -293,16 +281,13 @@ def test_other_values_have_no_digest(tmp_path: Path) -> None:
         build([*items, endless], tmp_path).close()
 
 
-@pytest.mark.parametrize("at", [0, 13, 49])
-def test_none_is_no_sample(tmp_path: Path, at: int) -> None:
+def test_none_is_no_sample(tmp_path: Path) -> None:
     def fn(batch: list[Any]) -> list[Any]:
-        return [None if item == at else {"x": torch.tensor(item)} for item in batch]
+        return [None if item == 13 else {"x": torch.tensor(item)} for item in batch]
 
-    with pytest.raises(
-        ValueError, match=rf"fn returned None for item {at} \(key '0000000{at:02}'\).*leave such items out"
-    ):
-        build(list(range(COUNT)), tmp_path, fn)
-    assert values(tc.open(tmp_path) if at >= 8 else build(range(8), tmp_path)) == list(range(max(8, at // 8 * 8)))
+    with pytest.raises(ValueError, match=r"fn returned None for item 13 \(key '000000013'\).*leave such items out"):
+        build(ITEMS, tmp_path, fn)
+    assert values(tc.open(tmp_path)) == list(range(8))
 
 
 def test_another_dtype_or_rank_warns_once(tmp_path: Path) -> None:
@@ -335,8 +320,11 @@ def keyed(item: int) -> str:
     return f"n{item}"
 
 
-@pytest.mark.parametrize("keys", [None, "position", keyed], ids=["numbers", "position", "function"])
-@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [("list", None), ("list", "position"), ("list", keyed), ("iterable", None)],
+    ids=["numbers", "position", "function", "iterable"],
+)
 def test_other_batch_sizes(tmp_path: Path, kind: str, keys: Any) -> None:
     """Neither rank computes some of the items; one process then computes them."""
     source = SOURCES[kind](ITEMS)
@@ -346,20 +334,19 @@ def test_other_batch_sizes(tmp_path: Path, kind: str, keys: Any) -> None:
             build_rank(tmp_path, 1, source, keys=keys, batch_size=6)
     with tc.open(tmp_path) as cache:
         assert len(cache) == 38
-    assert values(build_rank(tmp_path, 0, source, keys=keys, world_size=1)) is not None
+    build_rank(tmp_path, 0, source, keys=keys, world_size=1).close()
     with tc.open(tmp_path) as cache:
         assert sorted(values(cache)) == ITEMS
     for rank in range(2):  # nothing is missing any more
         build_rank(tmp_path, rank, source, keys=keys).close()
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple", "dataset"])
-def test_another_order(tmp_path: Path, kind: str) -> None:
-    build_rank(tmp_path, 0, SOURCES[kind](ITEMS)).close()
+def test_another_order(tmp_path: Path) -> None:
+    build_rank(tmp_path, 0, Indexed(ITEMS)).close()
     match = r"item \d+ is not the one .*r0of2-000000\.tar.*same items in the same order"
     with pytest.raises(tc.StaleCacheError, match=match):
-        build_rank(tmp_path, 1, SOURCES[kind](ITEMS[::-1]))
-    build_rank(tmp_path, 1, SOURCES[kind](ITEMS)).close()
+        build_rank(tmp_path, 1, Indexed(ITEMS[::-1]))
+    build_rank(tmp_path, 1, Indexed(ITEMS)).close()
     with tc.open(tmp_path) as cache:
         assert values(cache) == ITEMS
 
@@ -405,7 +392,7 @@ def test_random_values_show_nothing_of_other_ranks(tmp_path: Path) -> None:
         build_rank(tmp_path, 0, Random(ITEMS), fn).close()
 
 
-@pytest.mark.parametrize("batch_sizes", [(4, 6), (6, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize("batch_sizes", [(4, 6), (6, 4)], ids=str)
 def test_another_batch_size_after_an_error(tmp_path: Path, batch_sizes: tuple[int, int]) -> None:
     """For example after the memory of a GPU was too small: both ranks continue with the other batch size."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import signal
 import weakref
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,8 @@ from torch.utils.data import Dataset
 import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
-from tests.kills import compare
+from tests.kills import compare, is_killed, stop_at
 from tests.writing.test_build import stop_with
-from tests.writing.test_versions import is_killed, stop_at
 
 COUNT = 23
 BROKEN = (0, 6, 7, 11, 22)
@@ -98,10 +99,8 @@ STEPS = {
 }
 
 
-# an iterable that raises cannot go on
-KINDS = [
-    (step, kind) for step in STEPS for kind in ("map", "workers", "iterable") if (step, kind) != ("read", "iterable")
-]
+# Workers read items; items of an iterable cannot be read again. An iterable that raises cannot go on.
+KINDS = [*((step, "map") for step in STEPS), ("read", "workers"), ("digest", "iterable"), ("fn", "iterable")]
 
 
 def test_the_frame_is_that_of_the_users_code(tmp_path: Path) -> None:
@@ -123,21 +122,7 @@ def test_the_frame_is_that_of_the_users_code(tmp_path: Path) -> None:
     assert all(record["frame"] for record in listed(tmp_path))
 
 
-def test_a_function_may_change_items_in_place(tmp_path: Path) -> None:
-    """Its changes of a batch that failed do not reach the samples."""
-
-    def fn(items: list[dict[str, Any]]) -> Any:
-        for item in items:
-            if item["value"] in BROKEN:
-                raise ValueError("not this one")
-            item["value"] *= 2
-        return {"x": torch.tensor([[float(item["value"])] for item in items])}
-
-    build_broken(Texts(tmp_path / "texts", broken=()), tmp_path / "out", fn)
-    check(tmp_path / "out", {f"n{i:04d}": i for i in range(COUNT) if i not in BROKEN})
-
-
-@pytest.mark.parametrize("kind", ["dataset", "list", "iterable", "copies", "workers"])
+@pytest.mark.parametrize("kind", ["dataset", "iterable", "copies"])
 def test_items_that_were_changed_in_place_are_not_tried_again(tmp_path: Path, kind: str) -> None:
     class Held(Dataset[Any]):
         def __init__(self) -> None:
@@ -157,12 +142,10 @@ def test_items_that_were_changed_in_place_are_not_tried_again(tmp_path: Path, ki
             raise ValueError("not this one")
         return {"x": torch.stack(items)}
 
-    source = {"list": Held().tensors, "iterable": iter(Held().tensors)}.get(kind, Held())
-    error = build_broken(source, tmp_path, fn, num_workers=2 * (kind == "workers"))
-    if kind in ("copies", "workers"):
+    error = build_broken(iter(Held().tensors) if kind == "iterable" else Held(), tmp_path, fn)
+    failed = dict.fromkeys((4, 5, 6, 7), "in place, .*; copy what fn changes")
+    if kind == "copies":
         failed = {6: "not this one"}
-    else:
-        failed = dict.fromkeys((4, 5, 6, 7), "in place, .*; copy what fn changes")
     assert items_of(listed(tmp_path)) == list(failed)
     for match, (_, text) in zip(failed.values(), error.failures, strict=True):
         assert re.search(match, text)
@@ -234,11 +217,11 @@ def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
 
 
 def test_a_new_users_try(tmp_path: Path) -> None:
-    """2,000 files, 7 of them broken; the build is killed twice, then the files are corrected."""
-    broken = (3, 500, 501, 1000, 1023, 1500, 1999)
-    texts = Texts(tmp_path / "texts", 2000, broken)
-    options = {"batch_size": 32, "max_samples": 256}
-    for killed_at in (700, 1400):
+    """200 files, 7 of them broken; the build is killed twice, then the files are corrected."""
+    broken = (3, 50, 51, 100, 102, 150, 199)
+    texts = Texts(tmp_path / "texts", 200, broken)
+    options = {"max_samples": 32}
+    for killed_at in (70, 140):
 
         def fn(items: list[dict[str, Any]]) -> Any:
             if any(item["value"] == killed_at for item in items):  # noqa: B023 called here
@@ -251,9 +234,9 @@ def test_a_new_users_try(tmp_path: Path) -> None:
     assert items_of(listed(tmp_path / "out")) == list(broken)
     lines = run("ls", tmp_path / "out", "--failed", "--limit", 2).stdout.splitlines()
     assert len(lines) == 2
-    assert all(word in lines[1] for word in ("item 500  ValueError: invalid literal", "in __getitem__: "))
+    assert all(word in lines[1] for word in ("item 50  ValueError: invalid literal", "in __getitem__: "))
     assert "7 items failed" not in run("ls", tmp_path / "out").stdout
-    check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000) if i not in broken})
+    check(tmp_path / "out", {f"n{i:04d}": i for i in range(200) if i not in broken})
     for i in broken:
         texts.write(i, i)
     called: list[int] = []
@@ -263,15 +246,18 @@ def test_a_new_users_try(tmp_path: Path) -> None:
         return double(items)
 
     build(texts, tmp_path / "out", counted, **options).close()
-    assert len(called) <= 6 * 32  # only the batches that lack a sample
+    assert len(called) <= 6 * 4  # only the batches that lack a sample
     assert listed(tmp_path / "out") == []
-    check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000)})
+    check(tmp_path / "out", {f"n{i:04d}": i for i in range(200)})
 
 
 @pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
+# a writer that was killed after it had named a shard has not listed it
+@pytest.mark.filterwarnings("ignore:.*manifest.json does not list 1 of the shards:UserWarning")
 def test_killed_at_every_step(tmp_path: Path) -> None:
-    """The list is always whole. At the end, each failure is listed once, or the file is gone."""
-    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
+    """Samples and list are always whole, and as without a kill. Failures are listed once, until the file is gone."""
+    texts, out, whole = Texts(tmp_path / "texts"), tmp_path / "out", tmp_path / "whole"
+    build(texts, whole, allow_failures=True).close()
 
     def work(step: int) -> None:
         stop_at(step)
@@ -285,14 +271,19 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
         while is_killed(lambda: work(step)):  # noqa: B023 called here
             if out.exists():
                 assert set(items_of(listed(out))) <= set(BROKEN)
+            if (out / "manifest.json").exists():
+                with tc.open(out) as cache:
+                    assert all(cache[key]["x"].load().item() == 2 * int(key[1:]) for key in cache.keys())
             step += 1
         assert step > 3
+        if broken == BROKEN:
+            compare(out, whole)
         assert items_of(listed(out)) == list(broken)
         check(out, {f"n{i:04d}": i for i in range(COUNT) if i not in broken})
     assert not list(out.glob("failures*"))
 
 
-@pytest.mark.parametrize("worlds", [(3, 3), (3, 1), (3, 2, 4), (1, 3)], ids=str)
+@pytest.mark.parametrize("worlds", [(1, 3, 3), (3, 2, 4, 1)], ids=str)
 @pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
 def test_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """After calls with any numbers of ranks, each failure is listed once, and those of corrected items are gone."""
@@ -356,12 +347,18 @@ def test_keys_that_look_like_positions(tmp_path: Path) -> None:
     check(out, {f"{count - 1 - i:09d}": i for i in range(1, count)})
 
 
+FIRST, MIDDLE, BATCH, ALL = (0,), (2,), (0, 1, 2, 3), tuple(range(12))
+
+
 @pytest.mark.parametrize(
-    "broken", [(0,), (2,), (0, 1, 2, 3), tuple(range(12))], ids=["first", "middle", "batch", "all"]
+    ("kind", "has_key", "is_resumed", "broken"),
+    [
+        *itertools.product(["map"], [False, True], [False, True], [FIRST, MIDDLE, BATCH, ALL]),
+        *itertools.product(["digest", "iterable"], [False, True], [True], [FIRST, BATCH]),
+        ("workers", True, True, BATCH),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("is_resumed", [False, True], ids=["new", "resumed"])
-@pytest.mark.parametrize("has_key", [False, True], ids=["positions", "keys"])
-@pytest.mark.parametrize("kind", ["map", "workers", "digest", "iterable"])
 def test_items_that_cannot_be_read_are_always_listed(
     tmp_path: Path, kind: str, has_key: bool, is_resumed: bool, broken: tuple[int, ...]
 ) -> None:
@@ -547,8 +544,7 @@ def test_a_version_of_an_item_that_can_no_longer_be_read(tmp_path: Path, by_posi
     assert items_of(listed(tmp_path / "v2")) == [3]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_interrupts_are_no_failures(tmp_path: Path, error: type[BaseException]) -> None:
+def test_interrupts_are_no_failures(tmp_path: Path) -> None:
     """What was listed before stays listed, unless it has been corrected and tried again."""
     texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
     build_broken(texts, out)
@@ -557,10 +553,10 @@ def test_interrupts_are_no_failures(tmp_path: Path, error: type[BaseException]) 
 
     def fn(items: list[dict[str, Any]]) -> Any:
         if any(item["value"] == 5 for item in items):
-            raise error
+            raise KeyboardInterrupt
         return double(items)
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         build(texts, out, fn)
     assert items_of(listed(out)) == [6, 7, 11, 22]
     assert items_of(json_of("ls", out, "--failed", "--limit", 1)) == [6]
@@ -644,15 +640,13 @@ def test_items_that_workers_cannot_send(tmp_path: Path, how: str) -> None:
     match = word if how == "error" else f"item 0: a worker process cannot send it: .*{word}.*num_workers=0"
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError), match=match):
         build(Source(), tmp_path / "raise", num_workers=2, on_error="raise")
+    assert not active_children()
 
 
-@pytest.mark.parametrize("message", [None, ZeroDivisionError])
-def test_errors_without_a_message(tmp_path: Path, message: Any) -> None:
+def test_an_error_without_a_message(tmp_path: Path) -> None:
     class OddError(Exception):
         def __str__(self) -> str:
-            if message is None:
-                return message
-            raise message
+            raise ZeroDivisionError
 
     def fn(items: list[int]) -> Any:
         if 3 in items:
@@ -673,43 +667,19 @@ def test_all_items_fail(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_error": "skip"}, "^on_error='skip': expected 'raise' or 'record'$"),
-        ({"check": "nan"}, "^check='nan': expected None or 'finite'$"),
-        ({"on_error": "raise", "allow_failures": True}, "pass on_error='record'"),
-    ],
-)
-def test_bad_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build([1], tmp_path, **options)
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["{", "[]", "7", '{"item": "1", "key": "a", "error": "", "text": "", "frame": ""}', '{"key": "a"}', "[" * 9000],
+    "line", ["{", "{}", '{"item": "1", "key": "a", "error": "", "text": "", "frame": ""}', "[" * 9000]
 )
 def test_a_damaged_list(tmp_path: Path, line: str) -> None:
     texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
     build_broken(texts, out)
     with (out / "failures.jsonl").open("a") as file:
-        file.write(f"{line}\n")
-    with pytest.raises(tc.FormatError, match=r"failures\.jsonl: line 6 is not a failure of tc\.build; delete the file"):
+        file.write(f"\n{line}\n")  # blank lines are no damage
+    with pytest.raises(tc.FormatError, match=r"failures\.jsonl: line 7 is not a failure of tc\.build; delete the file"):
         build(texts, out)
     assert "delete the file" in run("ls", out, "--failed", status=1).stderr
     assert run("ls", out).stdout.count("n0") == COUNT - 5
     (out / "failures.jsonl").unlink()
     assert len(build_broken(texts, out).failures) == 5
-
-
-def test_blank_lines_in_the_list(tmp_path: Path) -> None:
-    texts, out = Texts(tmp_path / "texts"), tmp_path / "out"
-    build_broken(texts, out)
-    lines = (out / "failures.jsonl").read_text()
-    (out / "failures.jsonl").write_text(lines.replace("\n", "\n\n") + "  \n")
-    assert run("ls", out, "--failed").stdout.count("item ") == 5
-    assert len(build_broken(texts, out).failures) == 5
-    assert (out / "failures.jsonl").read_text() == lines
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
@@ -725,15 +695,7 @@ def test_ls_failed_needs_a_folder(tmp_path: Path) -> None:
     assert run("ls", tmp_path, "--failed").stdout == ""
 
 
-FLOATS = [
-    name
-    for name in ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
-    + ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-    if hasattr(torch, name)
-]
-
-
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e5m2", "complex32", "complex128"])
 def test_finite_of_every_dtype(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     fine = torch.ones(2, 3).to(torch.complex64 if dtype.is_complex else torch.float32).to(dtype)

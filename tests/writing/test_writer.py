@@ -104,8 +104,8 @@ def test_a_shard_that_appears_meanwhile(tmp_path: Path, at: int, caplog: pytest.
 
 
 NUMBERS = "expected at most one number, such as %06d, in its last part"
-PATTERNS = dict.fromkeys(["%d-%d.tar", "a%d/%d.tar", "x-%s.tar", "100%.tar", "%5d.tar", "%%.tar"], NUMBERS)
-PATTERNS |= dict.fromkeys(["x.idx", "%d.index", "data.%d", "a-%03d.idx", "x.npz"], "share a name|ends in .tar")
+PATTERNS = dict.fromkeys(["%d-%d.tar", "a%d/%d.tar", "x-%s.tar", "%%.tar"], NUMBERS)
+PATTERNS |= dict.fromkeys(["x.idx", "%d.index", "data.%d", "x.npz"], "share a name|ends in .tar")
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -129,10 +129,10 @@ def test_a_folder_is_a_pattern(tmp_path: Path, name: str) -> None:
     assert (tmp_path / "b" / "built-0.tar").exists()
 
 
-@pytest.mark.parametrize("limit", ["max_samples", "max_nbytes"])
-def test_bad_limits(tmp_path: Path, limit: str) -> None:
-    with pytest.raises(ValueError, match=f"{limit}=0.*expected at least 1"):
-        tc.ShardWriter(tmp_path / "x.tar", **{limit: 0})  # type: ignore[arg-type]
+def test_bad_limits(tmp_path: Path) -> None:
+    for limit in ("max_samples", "max_nbytes"):
+        with pytest.raises(ValueError, match=f"{limit}=0.*expected at least 1"):
+            tc.ShardWriter(tmp_path / "x.tar", **{limit: 0})  # type: ignore[arg-type]
 
 
 # --- what goes in ---
@@ -181,12 +181,10 @@ def test_tensors_may_change_at_once(tmp_path: Path) -> None:
         assert all(bool((tensor.load() == i).all()) for tensor in sample)
 
 
-@pytest.mark.parametrize("align", [64, 4096])
-def test_align(tmp_path: Path, align: int) -> None:
-    with tc.ShardWriter(tmp_path / "x.tar", align=align) as sink:
+def test_align(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "x.tar", align=4096) as sink:
         sink.write("0", torch.arange(5))
-    (layout,) = (tc.write_index(tmp_path / "x.tar").layouts[i] for i in range(1))
-    assert layout.data_begin == max(align, 128)
+    assert tc.write_index(tmp_path / "x.tar").layouts[0].data_begin == 4096
     with pytest.raises(ValueError, match="align=3, expected a positive multiple of 8"):
         tc.ShardWriter(tmp_path / "y.tar", align=3).write("0", torch.arange(5))
 
@@ -195,25 +193,16 @@ def test_align(tmp_path: Path, align: int) -> None:
 
 REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
     ("", 0, {}, tc.InvalidKeyError, "__key__ is '', expected a non-empty str"),
-    (7, 0, {}, tc.InvalidKeyError, "__key__ is 7, expected a non-empty str"),
     ({"__key__": "a", "x": 1}, None, {}, tc.InvalidKeyError, "'x': 1}, expected a non-empty str"),
     ("a.b", 0, {}, tc.InvalidKeyError, "'a.b' has a dot in its last part"),
-    ("a b", 0, {}, tc.InvalidKeyError, "'a b' contains ' '"),
-    ("é", 0, {}, tc.InvalidKeyError, "is not ASCII"),
     ("../a", 0, {}, tc.InvalidKeyError, "not a plain relative path"),
-    ("__a", 0, {}, tc.InvalidKeyError, "begins with '__'"),
     ("k" * 89, 0, {}, tc.InvalidKeyError, "has 101 bytes: DALI without an index reads at most 100"),
     ("k", 0, {"x" * 99: b""}, tc.InvalidKeyError, "has 101 bytes"),
     ("k", 0, {"": b""}, tc.InvalidKeyError, "'' .* extension"),
-    ("k", 0, {"a/b": b""}, tc.InvalidKeyError, "'a/b' .* extension"),
     ("k", 0, {"__key__": b"z"}, tc.InvalidKeyError, "'__key__' begins with '_': stock tools"),
-    ("k", 0, {"A.tensorcache": 0}, tc.InvalidKeyError, "cache name 'A' must match"),
     ("k", 0, {"skel.tensorcache": 0}, tc.InvalidKeyError, "cache name 'skel' must match"),
     ("k", 0, {"TensorCache": b""}, tc.InvalidKeyError, "a name is reserved for caches"),
-    ("k", 0, {"skel.pyd": b""}, tc.InvalidKeyError, "a name is reserved for caches"),
-    ("k", 0, {"SafeTensors": b""}, tc.InvalidKeyError, "or occurs twice"),
     ("k", 0, {"jpg": b"", "JPG": b""}, tc.InvalidKeyError, "or occurs twice"),
-    ("k", 0, {"tensorcache": 1}, tc.InvalidKeyError, "sample 'k' is passed twice, also as 'tensorcache'"),
     ("k", 0, {"x.safetensors": tc.encode_sample(0)[1]}, tc.InvalidKeyError, "'x.safetensors' is already encoded"),
     ("k", {"a": [object()]}, {}, tc.EncodeError, r"sample 'k': .*a.*0"),
     ("k", 0, {"a-1.tensorcache": [object()]}, tc.EncodeError, "sample 'k', cache 'a-1': "),
@@ -222,7 +211,7 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
         0,
         {"npy": np.zeros(1)},
         tc.EncodeError,
-        "sample 'k': member 'npy' is a ndarray, which is not encoded by default; pass bytes, or encoder=",
+        "sample 'k': member 'npy' is a ndarray, .*; pass bytes, or encoder=",
     ),
     ("k", 0, {"cls": "\ud800"}, tc.EncodeError, "sample 'k': member 'cls' cannot be represented in UTF-8"),
     ("k", 0, {"json": {"x": object()}}, tc.EncodeError, "sample 'k': member 'json' cannot be represented in JSON"),
