@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import wds_tensorcache as tc
 from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
-from tests.shards.tars import ZOO, build, build_with_tarfile, by_tarfile_in
+from tests.shards.tars import BLOCK, ZOO, build, build_with_tarfile, by_tarfile_in
 
 
 def repaired(source: Any, out: Path, **options: Any) -> tuple[Any, list[str]]:
@@ -275,30 +274,23 @@ def test_a_sample_that_has_lost_its_cache_is_not_written(
     """Its digest, which remains, would count as a finished sample when the cache is built again."""
 
     def build_in(out: str) -> Any:
-        items = [{"__key__": f"{i:03d}", "value": i} for i in range(6)]
+        keys = [f"{i:03d}" for i in range(6)]
+        options = {"fingerprint": {"model": 1}, "keys": keys, "digest": str, "footer": footer}
         return tc.build(
-            items,
-            lambda batch: [{"x": torch.full((300,), float(item["value"]))} for item in batch],
-            tmp_path / out,
-            fingerprint={"model": 1},
-            digest=lambda item: str(item["value"]),
-            footer=footer,
+            range(6), lambda items: [{"x": torch.full((300,), i)} for i in items], tmp_path / out, **options
         )
 
     build_in("damaged").close()
     path = tmp_path / "damaged" / "000000.tar"
     if not footer:
         tc.write_index(path)
-    with tarfile.open(path) as tar:
-        members = {member.name: member.offset for member in tar}
-    content = bytearray(path.read_bytes())
-    begin, end = members["002.skel.pyd"], members["002.digest.txt"]
-    content[begin:end] = fill(end - begin)
-    path.write_bytes(content)
+    content, places = path.read_bytes(), members(path)
+    begin, end = places["002.skel.pyd"][0] - BLOCK, places["002.digest.txt"][0] - BLOCK
+    path.write_bytes(content[:begin] + fill(end - begin) + content[end:])
     report = tc.repair(tmp_path / "damaged", tmp_path / "repaired")
     assert (report.num_damaged + report.num_lost, report.num_samples_written) == (1, 5)
     assert {fault.key for fault in report.faults if fault.kind == "lost"} == {"002"}
     with build_in("repaired") as cache:
         assert sorted(cache.keys()) == [f"{i:03d}" for i in range(6)]
-        assert [cache[f"{i:03d}"]["x"][0].item() for i in range(6)] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+        assert [cache[f"{i:03d}"]["x"][0].item() for i in range(6)] == list(range(6))
     assert tc.verify(tmp_path / "repaired").ok

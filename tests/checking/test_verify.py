@@ -14,7 +14,6 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.checking.broken_disk import break_disk
-from tests.cli.command import json_of, run_any
 from tests.shards.damage import faults, flip, member, members, sample, write
 from tests.shards.tars import BLOCK, FORMATS, ZOO, build, build_with_tarfile
 
@@ -92,11 +91,9 @@ def test_long_reports_are_short(tmp_path: Path) -> None:
     assert lines[-1].endswith("the shard does not contain it (and 27 more like this, up to '029')")
     assert len(lines) == 3
     assert lines[1].endswith("; everything from there on is missing")
-    text, report = run_any("verify", tmp_path), json_of("verify", tmp_path, status=1)
-    assert text.returncode == 1
-    assert text.stdout.count("and 27 more like this") == 1
-    assert len(text.stdout.splitlines()) <= 6
-    assert (len(report["faults"]), report["num_lost"]) == (len(tc.verify(tmp_path).faults), 28)
+    report = tc.verify(tmp_path)
+    assert str(report).count("and 27 more like this") == 1
+    assert report.num_lost == 28
     for index in tmp_path.glob("*.idx"):
         index.unlink()  # the manifest alone says how many samples there were
     assert (tc.verify(tmp_path).num_lost, tc.verify(path).num_lost) == (28, 0)

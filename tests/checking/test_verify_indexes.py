@@ -97,7 +97,6 @@ def test_bytes_between_the_marker_and_the_index(tmp_path: Path) -> None:
         ("json 2", "json x2", {"000"}),
         ("json ", "json ² ", {"000"}),
         ("safetensors ", f"safetensors {'9' * 5000} ", {"000"}),
-        ("001.safetensors", "001.safetensorr", {"001"}),
         ("000.", "900.", {"000", "900"}),
     ],
 )
@@ -134,10 +133,9 @@ def test_other_dali_indexes(tmp_path: Path) -> None:
         ('{"": 2}', '{"": true}', "the shard has numbers of samples by cache, but manifest.json says {'': True}"),
         (
             '{"model": 1}',
-            '{"model": "b"}',
-            "the shard was made with {'model': 1}, but manifest.json says {'model': 'b'}",
+            '{"model": 1.0}',
+            "the shard was made with {'model': 1}, but manifest.json says {'model': 1.0}",
         ),
-        ('{"model": 1}', '{"model": 1.0}', "but manifest.json says {'model': 1.0}"),
         ('{"model": 1}', "1", "but manifest.json says 1"),
         ('"caches": {', '"caches": [], "x": {', "expected caches and fingerprints to be objects"),
         ("{", "[", "not JSON"),

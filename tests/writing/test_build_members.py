@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import signal
 import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -17,9 +15,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
 from tests.cli.command import run
-from tests.kills import compare
 from tests.remote.servers.http_server import HttpServer
 from tests.shards.footers import forge
 from tests.shards.tars import build as build_tar
@@ -136,25 +132,6 @@ def test_a_few_batches_are_in_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_killed_and_resumed(stock: Path, tmp_path: Path) -> None:
-    def killed(samples: list[dict[str, Any]]) -> list[Any]:
-        if samples[0]["__key__"] == KEYS[20]:  # at most two batches before it may not be written yet
-            os.kill(os.getpid(), signal.SIGKILL)
-        return encode(samples)
-
-    seen: list[str] = []
-
-    def note(samples: list[dict[str, Any]]) -> list[Any]:
-        seen.extend(sample["__key__"] for sample in samples)
-        return encode(samples)
-
-    assert run_in_child(lambda: build(tc.open(stock), tmp_path / "out", killed)) == -signal.SIGKILL
-    build(tc.open(stock), tmp_path / "out", note).close()
-    assert KEYS[0] not in seen  # the first shard was finished
-    build(tc.open(stock), tmp_path / "whole").close()
-    compare(tmp_path / "out", tmp_path / "whole")
-
-
 def test_ranks_and_versions(stock: Path, tmp_path: Path) -> None:
     for rank in range(3):
         build([stock / f"train-0{n}.tar" for n in range(3)], tmp_path / "v1", rank=rank, world_size=3, digest=digest)
@@ -232,12 +209,7 @@ def test_links_in_a_tar(tmp_path: Path, kind: bytes) -> None:
     ("names", "options", "error", "message"),
     [
         (["a.txt", "b.txt"], {}, ValueError, r"two items have the key 'a'; .* is in .*0\.tar, .*1\.tar: pass keys="),
-        (
-            ["photo 1.txt"],
-            {},
-            tc.InvalidKeyError,
-            r"item 1 in .*1\.tar: key 'photo 1' contains ' '.* tc.safe_key makes a key of any text",
-        ),
+        (["photo 1.txt"], {}, tc.InvalidKeyError, r"item 1 in .*1\.tar: key 'photo 1' contains ' '.* tc.safe_key"),
         (["b.safetensors"], {}, tc.InvalidKeyError, "sample 'b' has members .*'safetensors'.*rename that member"),
         (["b.__key__"], {}, tc.FormatError, r"1\.tar: members have the suffix '__key__', which is reserved; rename"),
         (

@@ -116,6 +116,7 @@ def test_everything_else(tmp_path: Path, limit: int) -> None:
     for call in calls:
         failed += fails(call, limit)
         assert not strays(tmp_path)
+        assert not list(tmp_path.glob(".mended.*"))
         if (tmp_path / "less").exists():
             assert len(tc.open(tmp_path / "less")) == COUNT - 1
         if (tmp_path / "mended").exists():

@@ -16,7 +16,7 @@ import wds_tensorcache as tc
 from tests.kills import compare, is_killed, stop_at
 from tests.same import assert_same
 from tests.shards.damage import contents_of
-from tests.writing.test_build import COUNT, MADE, build, counted, double
+from tests.writing.test_build import COUNT, MADE, build, counted, digest, double
 from tests.writing.test_writer import listed
 
 
@@ -27,10 +27,6 @@ def items(values: dict[str, int]) -> list[dict[str, Any]]:
 def numbered(count: int = COUNT, **changed: int) -> dict[str, int]:
     """Return values by key: `k000`, `k001`, …, with some of them changed."""
     return {f"k{i:03d}": i for i in range(count)} | changed
-
-
-def digest(item: dict[str, Any]) -> str:
-    return f"v{item['value']}"
 
 
 def make(values: dict[str, int], out: Path, fn: Any = double, **options: Any) -> None:
