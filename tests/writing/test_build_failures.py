@@ -234,11 +234,11 @@ def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
 
 
 def test_a_new_users_try(tmp_path: Path) -> None:
-    """200 files, 7 of them broken; the build is killed twice, then the files are corrected."""
-    broken = (3, 50, 51, 100, 102, 150, 199)
-    texts = Texts(tmp_path / "texts", 200, broken)
-    options = {"max_samples": 32}
-    for killed_at in (70, 140):
+    """2,000 files, 7 of them broken; the build is killed twice, then the files are corrected."""
+    broken = (3, 500, 501, 1000, 1023, 1500, 1999)
+    texts = Texts(tmp_path / "texts", 2000, broken)
+    options = {"batch_size": 32, "max_samples": 256}
+    for killed_at in (700, 1400):
 
         def fn(items: list[dict[str, Any]]) -> Any:
             if any(item["value"] == killed_at for item in items):  # noqa: B023 called here
@@ -251,9 +251,9 @@ def test_a_new_users_try(tmp_path: Path) -> None:
     assert items_of(listed(tmp_path / "out")) == list(broken)
     lines = run("ls", tmp_path / "out", "--failed", "--limit", 2).stdout.splitlines()
     assert len(lines) == 2
-    assert all(word in lines[1] for word in ("item 50  ValueError: invalid literal", "in __getitem__: "))
+    assert all(word in lines[1] for word in ("item 500  ValueError: invalid literal", "in __getitem__: "))
     assert "7 items failed" not in run("ls", tmp_path / "out").stdout
-    check(tmp_path / "out", {f"n{i:04d}": i for i in range(200) if i not in broken})
+    check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000) if i not in broken})
     for i in broken:
         texts.write(i, i)
     called: list[int] = []
@@ -263,9 +263,9 @@ def test_a_new_users_try(tmp_path: Path) -> None:
         return double(items)
 
     build(texts, tmp_path / "out", counted, **options).close()
-    assert len(called) <= 6 * 4  # only the batches that lack a sample
+    assert len(called) <= 6 * 32  # only the batches that lack a sample
     assert listed(tmp_path / "out") == []
-    check(tmp_path / "out", {f"n{i:04d}": i for i in range(200)})
+    check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000)})
 
 
 @pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
