@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import wds_tensorcache as tc
 from tests.same import tensor_bytes
-from tests.strategies import NUMPY_DTYPES, TORCH_DTYPES
+from tests.strategies import TORCH_DTYPES
 
 
 def make_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -34,8 +33,7 @@ def test_strides_of_one_element_or_none(dtype: torch.dtype) -> None:
         assert loaded.shape == tensor.shape
 
 
-# torch says so each time it first makes a complex32 tensor
-@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3), (1,)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)], ids=str)
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_torch_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = make_tensor(dtype, *shape)
@@ -44,17 +42,6 @@ def test_torch_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     for loaded in (lazy.load(), lazy.load(out=torch.empty_like(tensor)), lazy.load(copy=False)):
         assert (loaded.dtype, loaded.shape) == (dtype, tensor.shape)
         assert tensor_bytes(loaded) == tensor_bytes(tensor)
-
-
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=str)
-def test_numpy_dtype(dtype: np.dtype[Any]) -> None:
-    array = np.arange(6).astype("S1").astype(dtype).reshape(2, 3) if dtype.kind in "SU" else np.arange(6).astype(dtype)
-    lazy = round_trip(array)
-    assert isinstance(lazy, tc.LazyArray)
-    assert lazy.dtype == array.dtype.newbyteorder("<")
-    np.testing.assert_array_equal(lazy.load(), array)
-    np.testing.assert_array_equal(lazy.load(copy=False), array)
-    np.testing.assert_array_equal(np.asarray(lazy), array)
 
 
 @pytest.mark.parametrize(

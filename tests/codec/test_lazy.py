@@ -8,6 +8,7 @@ import io
 import operator
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,57 +28,53 @@ def lazy_of(value: Any) -> Any:
     return tc.decode_sample(*tc.encode_sample(value))
 
 
-class Recorded:
-    """Opens shards of one sample, and keeps which bytes of its tensors are read."""
+Opener = Callable[[Any, bytes], tuple[Any, list[tuple[int, int]]]]
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reads: list[tuple[int, int]] = []
-        self._folder, self._begin = folder, 0
+
+@pytest.fixture
+def open_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Opener:
+    """A function that returns a lazy sample of a shard, and the ranges that will be read of its tensors.
+
+    Its arguments are the sample and the bytes of its first tensor, where the ranges are counted from.
+    """
+
+    def opened(sample: Any, first: bytes) -> tuple[Any, list[tuple[int, int]]]:
+        lazy = tc.open(write(tmp_path, [sample]), io="pread")[0]
+        zero = (tmp_path / "000.tar").read_bytes().index(first)
+        reads: list[tuple[int, int]] = []
         pread, preadv = os.pread, os.preadv
 
         def recording_pread(fd: int, nbytes: int, begin: int) -> bytes:
-            self._keep(begin, nbytes)
+            reads.append((begin - zero, begin - zero + nbytes))
             return pread(fd, nbytes, begin)
 
         def recording_preadv(fd: int, buffers: Any, begin: int, *flags: int) -> int:
-            self._keep(begin, sum(map(len, buffers)))
+            reads.append((begin - zero, begin - zero + sum(map(len, buffers))))
             return preadv(fd, buffers, begin, *flags)
 
         monkeypatch.setattr(os, "pread", recording_pread)
         monkeypatch.setattr(os, "preadv", recording_preadv)
+        return lazy, reads
 
-    def _keep(self, begin: int, nbytes: int) -> None:
-        self.reads.append((begin - self._begin, begin - self._begin + nbytes))
-
-    def open(self, sample: Any, first: bytes) -> Any:
-        """Return the lazy sample; `first` is what its first tensor has."""
-        cache = tc.open(write(self._folder, [sample]), io="pread")
-        self._begin = (self._folder / "000.tar").read_bytes().index(first)
-        lazy = cache[0]
-        self.reads.clear()
-        return lazy
+    return opened
 
 
-@pytest.fixture
-def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    return Recorded(tmp_path, monkeypatch)
-
-
-def test_realize_reads_neighbors_at_once(recorded: Recorded) -> None:
+def test_realize_reads_neighbors_at_once(open_recorded: Opener) -> None:
     first, b, near, far = bytes(range(3)), bytes(range(3, 40)), bytes(100), bytes(100_000)
     parts = {"first": first, "b": b, "near": near, "bools": b"\1\0", "far": far, "last": b"\2\0", "e": b""}
     tensors = {name: torch.tensor(list(part), dtype=torch.uint8) for name, part in parts.items()}
-    lazy = recorded.open({**tensors, "bools": tensors["bools"].bool()}, first + b)
+    lazy, reads = open_recorded({**tensors, "bools": tensors["bools"].bool()}, first + b)
     some = {name: lazy[name] for name in ("last", "bools", "e")}
     real = tc.realize({**some, "b": [lazy["b"], lazy["first"]], "again": lazy["first"]})
-    assert recorded.reads == [(0, 142), (100_142, 100_144)]
+    assert reads == [(0, 142), (100_142, 100_144)]
     assert real["again"] is real["b"][1]
     assert [real["again"].tolist(), real["b"][0].tolist()] == [[0, 1, 2], list(range(3, 40))]
     assert [real["bools"].tolist(), real["last"].tolist(), real["e"].tolist()] == [[True, False], [2, 0], []]
 
 
-def test_questions_that_need_no_bytes(recorded: Recorded) -> None:
-    lazy = recorded.open({"x": T}, T.numpy().tobytes())["x"]
+def test_questions_that_need_no_bytes(open_recorded: Opener) -> None:
+    sample, reads = open_recorded({"x": T}, T.numpy().tobytes())
+    lazy = sample["x"]
     assert (lazy.name, lazy.shape, lazy.dtype, lazy.ndim, lazy.dim()) == ("x", T.shape, T.dtype, 3, 3)
     assert (lazy.nbytes, lazy.numel(), lazy.size(), lazy.size(1)) == (96, 24, T.shape, 2)
     assert (lazy.device, lazy.requires_grad, lazy.is_cuda) == (torch.device("cpu"), False, False)
@@ -86,7 +83,7 @@ def test_questions_that_need_no_bytes(recorded: Recorded) -> None:
     assert (lazy.is_floating_point(), lazy.is_complex(), lazy.is_contiguous()) == (True, False, True)
     assert isinstance(hash(lazy), int)
     assert copy.copy(lazy) is copy.deepcopy(lazy) is lazy
-    assert recorded.reads == []
+    assert reads == []
 
 
 @pytest.mark.parametrize(
@@ -109,11 +106,12 @@ def test_questions_that_need_no_bytes(recorded: Recorded) -> None:
     ids=str,
 )
 def test_a_part_of_the_first_dimension_reads_only_its_bytes(
-    recorded: Recorded, index: Any, rows: tuple[int, int]
+    open_recorded: Opener, index: Any, rows: tuple[int, int]
 ) -> None:
-    lazy = recorded.open({"x": T}, T.numpy().tobytes())["x"]
+    sample, reads = open_recorded({"x": T}, T.numpy().tobytes())
+    lazy = sample["x"]
     assert torch.equal(lazy[index], T[index])
-    assert recorded.reads == ([] if rows[0] == rows[1] else [(rows[0] * 24, rows[1] * 24)])
+    assert reads == ([] if rows[0] == rows[1] else [(rows[0] * 24, rows[1] * 24)])
 
 
 def test_results_are_fresh_and_private() -> None:
@@ -154,24 +152,19 @@ def test_load_into_and_views() -> None:
 
 FUNCTIONS: list[Any] = [
     lambda x: torch.stack([x, x]),
-    lambda x: torch.cat((x, T)),
-    lambda x: x + 1,
     lambda x: 1 - x,
     lambda x: x @ x.mT,
-    lambda x: x == T,
     lambda x: F.linear(x, torch.ones(5, 3)),
     lambda x: x.to(torch.float64),
-    lambda x: x.mean(dim=0),
     lambda x: torch.where(x > 2, x, torch.zeros(())),
     lambda x: torch.as_tensor(x),
     lambda x: torch.from_numpy(np.asarray(x)),
     lambda x: torch.from_dlpack(x),
-    lambda x: torch.nn.Linear(3, 2)(x).detach() * 0,
     lambda x: torch.add(T, x, out=torch.empty_like(T)),
     lambda x: T.clone().add_(x),
     lambda x: torch.tensor([float(v) for v in x[0, 0]]),
     lambda x: next(iter(x)),
-    lambda x: torch.utils.data.default_collate([x, x]),
+    lambda x: default_collate([x, x]),
 ]
 
 
@@ -182,14 +175,7 @@ def test_functions_take_it_as_a_tensor(function: Any) -> None:
 
 def test_scalars() -> None:
     lazy = lazy_of(torch.tensor(3))
-    assert (int(lazy), float(lazy), bool(lazy), [1, 2, 3, 4][lazy], f"{lazy:3d}", lazy.item()) == (
-        3,
-        3.0,
-        True,
-        4,
-        "  3",
-        3,
-    )
+    assert (int(lazy), float(lazy), bool(lazy), [1, 2, 3, 4][lazy], f"{lazy:3d}") == (3, 3.0, True, 4, "  3")
     assert 3 in lazy_of(torch.tensor([1, 3]))
     with pytest.raises(TypeError, match=r"no len\(\); use .shape\[0\]"):
         len(lazy)
@@ -221,11 +207,8 @@ def test_numpy_takes_it() -> None:
 
 WRITES: list[Any] = [
     lambda x: x.add_(1),
-    lambda x: x.copy_(T),
-    lambda x: torch.relu_(x),
     lambda x: F.relu(x, inplace=True),
     lambda x: torch.add(T, 1, out=x),
-    lambda x: torch.nn.init.zeros_(x),
     lambda x: torch._foreach_add_([x], 1),
     lambda x: operator.iadd(x, 1),
     lambda x: operator.setitem(x, 0, 1),

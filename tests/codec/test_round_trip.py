@@ -15,36 +15,27 @@ import torch
 from hypothesis import given
 
 import wds_tensorcache as tc
+from tests.codec import second_implementation as second
 from tests.same import assert_same
 from tests.strategies import samples
 
 
 @given(samples())
-def test_members_hold_the_sample(sample: Any) -> None:
-    skeleton, tensors = tc.encode_sample(sample)
-    assert_same(sample, tc.decode_sample(skeleton, tensors))
-    assert_same(sample, tc.decode_sample(skeleton, tensors, lazy=False, verify=True))
-    assert_same(sample, tc.realize(tc.decode_sample(skeleton, tensors)))
+def test_any_sample(sample: Any) -> None:
+    """Its members are those of the second implementation, and of the form that stock readers expect."""
+    skeleton, tensors = members = tc.encode_sample(sample)
+    assert second.encode(sample) == members
+    assert_same(sample, second.decode(*members, verify=True))
+    assert_same(sample, tc.decode_sample(*members))
+    assert_same(sample, tc.decode_sample(*members, lazy=False, verify=True))
+    assert_same(sample, tc.realize(tc.decode_sample(*members)))
     # and what was decoded is encoded to the same bytes
-    assert tc.encode_sample(tc.decode_sample(skeleton, tensors)) == (skeleton, tensors)
-    assert tc.encode_sample(tc.decode_sample(skeleton, tensors, lazy=False)) == (skeleton, tensors)
+    assert tc.encode_sample(tc.decode_sample(*members)) == members
+    assert tc.encode_sample(tc.decode_sample(*members, lazy=False)) == members
+    check_stock_readers(skeleton, tensors)
 
 
-def test_members_may_be_any_bytes() -> None:
-    skeleton, tensors = tc.encode_sample({"x": torch.arange(3)})
-    strided = memoryview(bytes(b for byte in tensors for b in (byte, 0)))[::2]
-    for member in (bytearray(tensors), memoryview(tensors).cast("b"), strided):
-        lazy = tc.decode_sample(memoryview(skeleton), member, verify=True)["x"]
-        assert lazy.load().tolist() == lazy.load(copy=False).tolist() == [0, 1, 2]
-        assert tc.encode_sample({"x": lazy}) == (skeleton, tensors)
-    for wrong in ("text", None, [1]):
-        with pytest.raises(TypeError, match="a member must be bytes, bytearray or memoryview, got"):
-            tc.decode_sample(skeleton, wrong)  # type: ignore[arg-type]
-
-
-@given(samples())
-def test_members_are_what_stock_readers_expect(sample: Any) -> None:
-    skeleton, tensors = tc.encode_sample(sample)
+def check_stock_readers(skeleton: bytes, tensors: bytes) -> None:
     pickle._Unpickler(io.BytesIO(skeleton)).load()  # type: ignore[attr-defined]  # the pure-Python one
     pickle.loads(skeleton)
     pickletools.dis(skeleton, io.StringIO())
@@ -64,3 +55,15 @@ def test_members_are_what_stock_readers_expect(sample: Any) -> None:
         assert first % itemsize == 0
         position, previous = last, itemsize
     assert begin + position == len(tensors)
+
+
+def test_members_may_be_any_bytes() -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.arange(3)})
+    strided = memoryview(bytes(b for byte in tensors for b in (byte, 0)))[::2]
+    for member in (bytearray(tensors), memoryview(tensors).cast("b"), strided):
+        lazy = tc.decode_sample(memoryview(skeleton), member, verify=True)["x"]
+        assert lazy.load().tolist() == lazy.load(copy=False).tolist() == [0, 1, 2]
+        assert tc.encode_sample({"x": lazy}) == (skeleton, tensors)
+    for wrong in ("text", None, [1]):
+        with pytest.raises(TypeError, match="a member must be bytes, bytearray or memoryview, got"):
+            tc.decode_sample(skeleton, wrong)  # type: ignore[arg-type]

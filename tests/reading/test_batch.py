@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
+import mmap
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import wds_tensorcache as tc
 from tests import strategies
+from tests.children import run_in_child
 from tests.reading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, write
 from tests.same import tensor_bytes
 
@@ -223,22 +224,25 @@ def test_within_a_transform_of_torch(tmp_path: Path) -> None:
 
 
 def test_rows_whose_shards_are_mapped_far_apart(tmp_path: Path) -> None:
-    code = f"""
-import ctypes, mmap, torch, wds_tensorcache as tc
-with tc.ShardWriter("{tmp_path}/%d.tar", max_samples=8) as writer:
-    for i in range(16):
-        writer.write(str(i), {{"x": torch.full(((1 << 19) + 1,), i, dtype=torch.uint8)}})
-cache = tc.open("{tmp_path}")
-cache.read_batch([0] * 8)
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
-reserve = lambda bits: libc.mmap(None, ctypes.c_size_t(1 << bits), 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, -1, 0)
-largest = reserve(46)
-for bits in range(40, 19, -1):  # fill the gaps above
-    while (address := reserve(bits)) > largest:
-        pass
-    libc.munmap(address, 1 << bits)
-assert cache.read_batch(range(16))["x"][:, [0, -1]].tolist() == [[i, i] for i in range(16)]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    samples = [{"x": torch.full(((1 << 19) + 1,), i, dtype=torch.uint8)} for i in range(16)]
+    folder = write(tmp_path, samples, max_samples=8)
+
+    def read() -> None:
+        cache = tc.open(folder)
+        cache.read_batch([0] * 8)
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE
+
+        def reserve(bits: int) -> int:
+            return libc.mmap(None, ctypes.c_size_t(1 << bits), 0, flags, -1, 0)  # nothing may read it
+
+        largest = reserve(46)
+        for bits in range(40, 19, -1):  # fill the gaps above
+            while (address := reserve(bits)) > largest:
+                pass
+            libc.munmap(address, 1 << bits)
+        assert cache.read_batch(range(16))["x"][:, [0, -1]].tolist() == [[i, i] for i in range(16)]
+
+    assert run_in_child(read, kill_after_s=120) == 0

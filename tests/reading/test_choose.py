@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -61,6 +61,7 @@ def cache(request: pytest.FixtureRequest, folder: str) -> Iterator[Any]:
 rows = st.lists(st.tuples(st.integers(0, COUNT - 1), st.booleans(), st.integers(0, 99)), min_size=1, max_size=12)
 
 
+@settings(max_examples=40)
 @given(rows, st.sampled_from(["list", "pad"]))
 def test_a_batch_has_the_chosen_alternatives(folder: str, wanted: list[tuple[int, bool, int]], way: str) -> None:
     indices = [i for i, _, _ in wanted]
@@ -188,7 +189,6 @@ def test_joined_caches(folder: str, tmp_path: Path) -> None:
     ("choose", "choices", "error", "message"),
     [
         ({}, None, ValueError, "expected a dict"),
-        (["latent"], None, ValueError, "expected a dict"),
         ({"latent": 3}, None, ValueError, "captions"),
         ({"latent": []}, None, ValueError, "captions"),
         ({"latent": [3]}, None, ValueError, "captions"),
@@ -263,28 +263,20 @@ def test_strings(strings: str) -> None:
                 cache.read_batch([1], choose=choose)["x"].tolist()
 
 
-def test_strings_are_chosen_when_they_are_looked_at(strings: str, tmp_path: Path) -> None:
-    """A damaged skeleton is an error where it is decoded; here that is the first look at a caption."""
-    folder = write(tmp_path / "c", [with_strings(i) for i in range(4)])
-    path = next(Path(folder).glob("*.tar"))
-    with tc.open(folder, io="pread") as cache:
-        cache.read_batch([0, 1], choose=STRINGS)  # learns the structure
-        damage(str(path), path.read_bytes().index(b"c3.0"), b"\x00\xff\x00\xff")
-        batch = cache.read_batch([0, 3], choose=STRINGS)
-        assert batch["latent"][:, 0].tolist() == [0, 3]
-        with pytest.raises(tc.FormatError):
-            batch["caption"].tolist()
-
-
-def test_an_empty_list_is_an_error(tmp_path: Path) -> None:
-    samples = [{"x": torch.zeros(1), "captions": ["a"] * i} for i in range(2)]
-    message = "sample '000' has none of the alternatives of 'caption': 'captions.*'"
-    with tc.open(write(tmp_path / "c", samples)) as cache:
-        read = partial(cache.read_batch, choose={"caption": "captions.*"})
-        with pytest.raises(tc.BatchError, match=message):
-            read([1, 0])["caption"].tolist()
+def test_samples_without_an_alternative(tmp_path: Path) -> None:
+    """None is no alternative, and an empty list has none."""
+    samples = [
+        {"x": torch.ones(2), "mask": None, "short": None, "long": "b", "captions": []},
+        {"x": torch.ones(2), "mask": torch.ones(1), "short": "a", "long": "b", "captions": ["a"]},
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        assert list(cache.read_batch([0], choose={"text": ["short", "long"]})["text"]) == ["b"]
+        for name in ("mask", "short", "captions.*"):
+            with pytest.raises(tc.BatchError, match="sample '000' has none of the alternatives of 'chosen'"):
+                list(cache.read_batch([1, 0], choose={"chosen": name}, collate="list")["chosen"])
         # in a worker when the batch is read: an error during pickling would not reach the caller
-        with pytest.raises(tc.BatchError, match=message):
+        read = partial(cache.read_batch, choose={"caption": "captions.*"}, collate="list")
+        with pytest.raises(tc.BatchError, match="sample '000' has none of the alternatives of 'caption'"):
             next(iter(DataLoader([1, 0], batch_size=2, num_workers=1, collate_fn=read, timeout=60)))  # type: ignore[arg-type]
 
 
@@ -313,7 +305,7 @@ def masked(tmp_path: Path) -> Iterator[Any]:
 CHOOSE_MASKED = {"image": ["latent", "flipped"], "caption": "captions.*"}
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 0], [1, 2, 3], [5], [4, 0]])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2, 3], [5]])
 @pytest.mark.parametrize("joins", [False, True])
 def test_other_tensors_may_be_lacking(masked: Any, rows: list[int], joins: bool) -> None:
     """Also if all samples of the batch lack one: the batch is as without `choose=`."""
@@ -349,7 +341,7 @@ def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
 
     choose = {("image", "mask"): [("image", "mask"), ("image_flipped", "mask_flipped")]}
     with tc.open(write(tmp_path, [sample(i) for i in range(6)], max_samples=6)) as cache:
-        for rows, signs in product(([0, 1, 2], [1, 0], [0, 2], [4, 1], [3]), ([0, 1, 0], [1, 0, 1])):
+        for rows, signs in product(([0, 1, 2], [0, 2], [4, 1]), ([0, 1, 0], [1, 0, 1])):
             signs = signs[: len(rows)]
             factors = [1 - 2 * sign for sign in signs]
             options: dict[str, Any] = {"choose": choose, "choices": {"image": signs}}
@@ -371,14 +363,11 @@ def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
 
 def test_a_container_of_tensors_is_no_alternative(folder: str, cache: Any) -> None:
     message = r"choose={'text': 'captions'}: .* choose among them by 'captions\.\*'"
-    for rows in ([5], [5, 6], [5, 6, 7]):
+    for rows, collate in (([5], "list"), ([5, 6], "list"), ([5, 6], list)):
         with pytest.raises(ValueError, match=message):
-            cache.read_batch(rows, choose={"text": "captions"}, collate="list")
-        with pytest.raises(ValueError, match=message):
-            cache.read_batch(rows, choose={"text": "captions"}, collate=list)
-    for make in (tc.Loader, tc.torch_loader):
-        with pytest.raises(ValueError, match=message):
-            make(cache, 2, choose={"text": "captions"})
+            cache.read_batch(rows, choose={"text": "captions"}, collate=collate)
+    with pytest.raises(ValueError, match=message):
+        tc.Loader(cache, 2, choose={"text": "captions"})
     view = cache.select(["captions"])
     assert set(tc.flatten(view[5])) == {f"captions.{number}" for number in range(6)}
     assert set(cache.select(["cond"]).schema) == {"cond.0"}
@@ -405,21 +394,11 @@ TOGETHER = {("text", "caption", "tag"): ("texts.*", "captions.*", "tags.a.*")}
 
 
 def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
-    for cache in (paired, tc.join([paired])):
-        loader = tc.Loader(cache, 4, choose=TOGETHER)
-        numbers = set()
-        for _ in range(3):
-            for batch, info in loader.with_info():
-                expected = [f"{i} {number}" for i, number in batch["text"].tolist()]
-                assert batch["caption"] == expected == batch["tag"].tolist()
-                assert info.choices.chosen("caption") == [f"captions.{n}" for n in info.choices["text"].tolist()]
-                assert info.choices.chosen("text") == [f"texts.{n}" for n in info.choices["caption"].tolist()]
-                assert pickle.loads(pickle.dumps(info)).choices == info.choices
-                numbers |= {*info.choices["tag"].tolist()}
-        assert numbers == {0, 1, 2, 3}
-        samples = cache.read_batch([1, 2], choose=TOGETHER, choices={"text": [2, 3]}, collate=list)
-        assert [sample["caption"] for sample in samples] == ["1 2", "2 3"] == [sample["tag"] for sample in samples]
-        assert [sample["text"].tolist() for sample in samples] == [[1, 2], [2, 3]]
+    batch, info = paired.read_batch_with_info([1, 2], choose=TOGETHER, choices={"caption": [2, 3]})
+    assert batch["text"].tolist() == [[1, 2], [2, 3]]
+    assert batch["caption"] == ["1 2", "2 3"] == batch["tag"].tolist()
+    assert info.choices.chosen("tag") == ["tags.a.2", "tags.a.3"]
+    assert pickle.loads(pickle.dumps(info)).choices == info.choices
     message = (
         "sample '001': 'text', 'x' are chosen together, but the alternatives 'texts.2', 'texts.0', 'texts.1' and 'more.0', "
         r"'more.1' cannot be paired by name: .* or list the pairs: \[\("
@@ -458,7 +437,7 @@ def test_names_that_are_chosen_together_are_paired_by_name(kind: str, tmp_path: 
     def text(i: int, key: str) -> torch.Tensor:
         return torch.tensor([i, *map(ord, key)])
 
-    for case in range(30):
+    for case in range(15):
         are_lists = case % 3 == 0, case % 4 == 0
         keys = random.sample(KEYS, random.randint(2, len(KEYS)))
         if any(are_lists):
@@ -469,7 +448,7 @@ def test_names_that_are_chosen_together_are_paired_by_name(kind: str, tmp_path: 
                 name: container(keys, is_list, partial(of, i))
                 for name, is_list, of in zip(NAMES, are_lists, (text, make), strict=True)
             }
-            for i in range(5)
+            for i in range(4)
         ]
         ordered, first = sorted(keys, key=natural), random.choice(keys)
         wanted = [["*"], [first, "*"], random.sample(keys, len(keys)), [first, "[!0-9]*", "[0-9]*"], [first, "[13]"]][
@@ -526,7 +505,6 @@ def test_other_names_are_not_paired(tmp_path: Path) -> None:
     cases: list[Any] = [
         (tensors("ab"), {"a": "0", "c": "1"}, "'texts.b', 'texts.a' and 'captions.c', 'captions.a'"),
         (tensors("ab"), tensors("ac"), "'texts.b', 'texts.a' and 'captions.c', 'captions.a'"),
-        ([*tensors("ab").values()], {"a": "0", "b": "1"}, "'texts.0', 'texts.1' and 'captions.a', 'captions.b'"),
         ([*tensors("ab").values()], [None, "0", "1"], "'texts.0', 'texts.1' and 'captions.2', 'captions.1'"),
         (tensors([0.5, 1.5]), {1.5: "1", 0.5: "0"}, "'texts.@0', 'texts.@1' and 'captions.@0', 'captions.@1'"),
     ]
@@ -560,17 +538,6 @@ def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwar
     with tc.open(strings) as cache:
         tc.Loader(cache, 4, choose=STRINGS)
     assert not recwarn.list
-
-
-def test_none_is_no_alternative(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%06d.tar") as sink:
-        sink.write("000", {"x": torch.ones(2), "mask": torch.ones(1), "short": "a", "long": "b"})
-        sink.write("001", {"x": torch.ones(2), "mask": None, "short": None, "long": "b"})
-    with tc.open(tmp_path) as cache:
-        assert list(cache.read_batch([1], choose={"text": ["short", "long"]})["text"]) == ["b"]
-        for name in ("mask", "short"):
-            with pytest.raises(tc.BatchError, match="sample '001' has none of the alternatives of 'chosen'"):
-                list(cache.read_batch([1], choose={"chosen": name})["chosen"])
 
 
 def test_texts_under_other_keys(tmp_path: Path) -> None:

@@ -60,12 +60,8 @@ def test_attributes_and_summary(folder: Path) -> None:
         assert found.nbytes == sum(tensor.nbytes for tensor in cache.schema.values())
         for name, schema in cache.schema.items():
             assert all(getattr(found.tensors[name], each) == getattr(schema, each) for each in schema.__slots__)
-        values = found.values
-        assert list(values) == ["cond.0.1.prompt", "cond.0.1.size", "cond.0.1.tags", "score"]
-        assert values["cond.0.1.size"].types == {"tuple of 2 int": 64}
-        assert values["cond.0.1.tags"].types == {"list of 0": 24, "list of 1..2 str": 40}
-        assert values["cond.0.1.tags"].example == ["a"]
-        assert values["score"].types == {"None": 32, "float": 32}
+        tags = found.values["cond.0.1.tags"]
+        assert (tags.types, tags.example) == ({"list of 0": 24, "list of 1..2 str": 40}, ["a"])
         assert repr(found).splitlines() == [
             f"Description: 100 samples in 3 shards, {found.nbytes:,} bytes of tensors",
             "tensors:",
@@ -177,12 +173,9 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         "many": list(range(100_000)),
         "mixed": [1, "a", None, 2.0],
         "ordered": [OrderedDict(a=nested, b=[1])],
-        "set": {1},
         "queue": deque([3]),
         "one": (1,),
         "large": 1 << 200,
-        "kind": torch.float16,
-        "yes": True,
     }
     with tc.open(write(tmp_path, [{"x": torch.zeros(1), **values}])) as cache:
         found = cache.describe()
@@ -192,12 +185,9 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         assert all(len(line) < CHARS for line in lines.values())
         assert lines["cyclic"] == "list of 2 int or list, for example [1, [1, [1, […]]]]"
         assert lines["many"] == "list of 100000 int, for example [0, 1, 2, 3, …]"
-        assert lines["set"] == "set of 1 int, for example {1}"
         assert lines["queue"] == "deque of 1 int, for example deque([3])"
         assert lines["one"] == "tuple of 1 int, for example (1,)"
         assert lines["large"] == "int, for example an int of 201 bits"
-        assert lines["kind"] == "dtype, for example torch.float16"
-        assert lines["yes"] == "bool, for example True"
 
 
 def test_scalars(tmp_path: Path) -> None:

@@ -155,8 +155,8 @@ def write_old(folder: Path, samples: list[Any]) -> str:
 
 def test_old_indexes(tmp_path: Path) -> None:
     folder = write_old(tmp_path / "c", [sample(i) for i in range(COUNT)])
-    for numbers in ([1, 3], [0, 1], [1, 0], range(COUNT), [0, 2, 1]):
-        for collate in ("stack", "list", "pad"):
+    for numbers in ([1, 3], [0, 1], [1, 0], range(COUNT)):
+        for collate in ("stack", "list"):
             with tc.open(folder) as cache:
                 batch = cache.read_batch(numbers, collate=collate)
                 assert rows(batch["latent_flipped"]) == [FLIPPED[i] for i in numbers]

@@ -78,7 +78,6 @@ def test_views(joined: Any, named: Any) -> None:
     kept = joined.filter(lambda entry: entry.key in ("k2", "k9"))
     assert list(kept.keys()) == ["k2", "k9"]
     assert_same({**latent(9), **text(9)}, kept[1])
-    assert list(kept[::-1].filter(lambda entry: entry.key == "k2").keys()) == ["k2"]
     for cache, name in ((joined, "states"), (named, "texts.states")):
         assert list(cache.filter(lambda entry, name=name: entry.shapes[name][0] == 3).keys()) == ["k2", "k5", "k8"]
     assert len(joined.filter(lambda entry: entry.nbytes == 24 + 4 + 8 and len(entry.shapes) == 3)) == 4  # one row
@@ -105,17 +104,15 @@ def test_batches(joined: Any, named: Any) -> None:
         assert batch["pooled"].tolist() == [[-4], [-1], [-7]]
         assert batch["prompt"] == ["p4", "p1", "p7"]
         assert batch["size"] == [(4, 4), (1, 1), (7, 7)]
-    assert [x.shape[0] for x in joined.read_batch([0, 1], collate="list")["states"]] == [1, 2]
     padded, info = joined.read_batch_with_info([0, 1], collate="pad", pad_value=9)
     assert padded["states"].tolist() == [[[0, 0], [9, 9]], [[1, 1], [1, 1]]]
     assert info.shapes["states"].tolist() == [[1, 2], [2, 2]]
     assert info.shapes["latent.samples"].tolist() == [[2, 3], [2, 3]]
-    batch = named.read_batch(["k3", 0])
-    assert batch["latents"]["latent"]["samples"].shape == (2, 2, 3)
-    assert batch["texts"]["prompt"] == ["p3", "p0"]
-    padded, info = named.read_batch_with_info([0, 1], collate="pad", pad_value={"texts.states": 3})
-    assert (padded["texts"]["states"].shape, info.shapes["texts.states"].shape) == ((2, 2, 2), (2, 2))
-    assert padded["texts"]["states"][0, 1].tolist() == [3, 3]
+    padded, info = named.read_batch_with_info(["k0", 1], collate="pad", pad_value={"texts.states": 3})
+    assert padded["latents"]["latent"]["samples"].shape == (2, 2, 3)
+    assert padded["texts"]["prompt"] == ["p0", "p1"]
+    assert padded["texts"]["states"].tolist() == [[[0, 0], [3, 3]], [[1, 1], [1, 1]]]
+    assert info.shapes["texts.states"].tolist() == [[1, 2], [2, 2]]
     assert info.keys == ["k0", "k1"]
     for cache in (joined, named):
         for sample, i in zip(cache.read_batch([2, 5], collate=list), (2, 5), strict=True):
@@ -169,30 +166,21 @@ def test_inner_keeps_what_all_have(folders: tuple[Path, Path], tmp_path: Path) -
         assert cache.read_batch([1, 0])["mask"].tolist() == [5, 2]
         assert "k7" not in cache
     with tc.join({"a": some, "b": folders[1]}, how="inner") as cache:
-        assert [(sample["a"]["mask"].load(), sample["b"]["prompt"]) for sample in cache] == [
-            (7, "p7"),
-            (2, "p2"),
-            (5, "p5"),
-        ]
+        pairs = [(sample["a"]["mask"].load(), sample["b"]["prompt"]) for sample in cache]
+        assert pairs == [(7, "p7"), (2, "p2"), (5, "p5")]
     none = write(tmp_path / "none", text, [77])
     with tc.join([folders[0], none], how="inner") as cache:
-        assert len(cache) == 0
         assert list(cache) == list(cache.keys()) == []
-    with tc.join(list(folders), how="inner") as cache:
-        assert len(cache) == COUNT
 
 
 # --- keys= ---
 
 
-@pytest.mark.parametrize("is_function", [True, False])
 @pytest.mark.parametrize("is_named", [True, False])
-def test_many_samples_with_one_caption(
-    folders: tuple[Path, Path], tmp_path: Path, is_function: bool, is_named: bool
-) -> None:
+def test_many_samples_with_one_caption(folders: tuple[Path, Path], tmp_path: Path, is_named: bool) -> None:
     captions = write(tmp_path, lambda i: {"caption": torch.full((2,), i)}, [0, 1, 2, 3])
     of = {f"k{i}": f"k{i % 3}" for i in NUMBERS}
-    keys: Any = {"text" if is_named else 1: of.__getitem__ if is_function else of}
+    keys: Any = {"text": of.__getitem__} if is_named else {1: of}
     sources: Any = {"image": folders[0], "text": captions} if is_named else [folders[0], captions]
     with tc.join(sources, keys=keys) as cache:
         assert len(cache) == COUNT
@@ -233,7 +221,6 @@ def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> No
         ({}, {}, ValueError, "nothing to join"),
         (folders[0], {}, TypeError, r"tc\.join needs a list or a dict of caches or paths, got "),
         (tc.open(folders[0]), {}, TypeError, r"tc\.join needs a list or a dict of caches or paths, got "),
-        (3, {}, TypeError, r"tc\.join needs a list or a dict of caches or paths, got "),
         ({None: folders[0], "None": folders[1]}, {}, TypeError, "strings as names of caches"),
         (folders, {"how": "outer"}, ValueError, "how='outer', expected 'exact' or 'inner'"),
         (folders, {"keys": {"0": "1"}.get}, TypeError, "expected a dict of functions or mappings by cache"),

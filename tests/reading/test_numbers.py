@@ -41,13 +41,13 @@ def sample(i: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Any]:
-    with tc.open(write(tmp_path, [sample(i) for i in range(COUNT)])) as opened:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with tc.open(write(tmp_path_factory.mktemp("numbers"), [sample(i) for i in range(COUNT)])) as opened:
         yield opened
 
 
-@pytest.fixture(params=["lazy", "pickled", "worker"])
+@pytest.fixture(scope="module", params=["lazy", "pickled", "worker"])
 def batch(cache: Any, request: pytest.FixtureRequest) -> Any:
     if request.param == "worker":
         return next(iter(DataLoader(range(COUNT), batch_size=COUNT, collate_fn=cache.read_batch, num_workers=1)))

@@ -103,8 +103,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("manifest", [True, False])
-@pytest.mark.parametrize("count", [12, 9, 15])
+@pytest.mark.parametrize(("count", "manifest"), [(12, True), (9, False)])
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: str, count: int, manifest: bool) -> None:
     write_numbers(tmp_path, 0, 12, manifest=manifest)
@@ -191,22 +190,22 @@ def test_closing_while_threads_read(folder: str) -> None:
             future.result()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_torch_keeps_its_number_of_threads_and_starts_none(tmp_path: Path, num_threads: int) -> None:
+def test_torch_keeps_its_number_of_threads_and_starts_none(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "a.tar") as writer:  # not in the process whose threads are counted
         for i in range(64):
             writer.write(str(i), {"x": torch.from_numpy(np.full(1 << 16, i, "f4")), "y": i})
     code = f"""
 import os, threading, numpy, torch, wds_tensorcache as tc
-cache = tc.open("{tmp_path}/a.tar", num_threads={num_threads})
 torch.set_num_threads(5)
-before = len(os.listdir("/proc/self/task"))
-batch = cache.read_batch(range(63, -1, -1))
-print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
-later = threading.Thread(target=lambda: print(torch.get_num_threads()))
-later.start()
-later.join()
-assert (batch["x"].numpy() == numpy.arange(63, -1, -1)[:, None]).all()
+for num_threads in (1, 2):
+    cache = tc.open("{tmp_path}/a.tar", num_threads=num_threads)
+    before = len(os.listdir("/proc/self/task"))
+    batch = cache.read_batch(range(63, -1, -1))
+    print(len(os.listdir("/proc/self/task")) - before, torch.get_num_threads())
+    later = threading.Thread(target=lambda: print(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert (batch["x"].numpy() == numpy.arange(63, -1, -1)[:, None]).all()
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert ran.stdout.split() == [str(num_threads - 1), "5", "5"]
+    assert ran.stdout.splitlines() == ["0 5", "5", "1 5", "5"]

@@ -52,15 +52,12 @@ def test_samples_that_differ(tmp_path: Path) -> None:
             assert (x.dtype, x.shape) == ((torch.float32, torch.bfloat16), ((1, 4), 3))
             assert (x.nbytes, x.num_samples) == (24 + 24 + 12, 3)
             assert (set(n.dtype), n.shape, n.nbytes) == ({np.dtype("<f8"), torch.float32}, None, 48)
-            assert {"  x: float32/bfloat16 [1..4, 3]", "  n: float64/float32 […] (numpy)"} <= {
-                *repr(cache).splitlines()
-            }
 
 
 # --- repr, which looks at little of a large cache ---
 
 
-def test_samples_shards_bytes_tensors_and_fingerprint(tmp_path: Path) -> None:
+def test_repr(tmp_path: Path) -> None:
     samples = [{"x": torch.zeros(i + 1, 2).bfloat16(), "a": [np.zeros(3, "f4")], "i": i} for i in range(5)]
     folder = Path(write(tmp_path / "a", samples, max_samples=2, fingerprint={"model": "vae", "size": 64}))
     nbytes = sum(path.stat().st_size for path in folder.glob("*.tar"))
@@ -71,21 +68,14 @@ def test_samples_shards_bytes_tensors_and_fingerprint(tmp_path: Path) -> None:
             "  x: bfloat16 [1..5, 2]",
             "  fingerprint: {'model': 'vae', 'size': 64}",
         ]
-        assert repr(cache[1:3].select("x")).splitlines()[::2] == [
-            f"TensorCache: 2 samples in 3 shards of {nbytes:,} bytes",
-            "  fingerprint: {'model': 'vae', 'size': 64}",
-        ]
-        joined = tc.join({"one": cache, "two": cache})
-        lines = repr(joined).splitlines()
-        assert lines[0] == f"JoinedCache: 5 samples in 6 shards of {2 * nbytes:,} bytes"
-        assert lines[1:] == [
+        joined = tc.join({"one": cache[:2], "two": cache[:2].select("x")})
+        assert repr(joined).splitlines() == [
+            f"JoinedCache: 2 samples in 6 shards of {2 * nbytes:,} bytes",
             "  one.a.0: float32 [3] (numpy)",
-            "  one.x: bfloat16 [1..5, 2]",
-            "  two.a.0: float32 [3] (numpy)",
-            "  two.x: bfloat16 [1..5, 2]",
+            "  one.x: bfloat16 [1..2, 2]",
+            "  two.x: bfloat16 [1..2, 2]",
             "  fingerprint: {'model': 'vae', 'size': 64}",
         ]
-    assert repr(cache[:0]).startswith("TensorCache: 0 samples in 3 shards")
 
 
 def test_little_is_read_of_a_large_cache(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def cache(folder: str) -> Iterator[tc.TensorCache]:
 # --- as a list ---
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.lists(strategies.samples(), min_size=1, max_size=5), st.integers(1, 3))
 def test_what_was_written_is_read(samples: list[Any], max_samples: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -117,28 +117,6 @@ def test_the_same_key_in_several_shards(tmp_path: Path) -> None:
         assert cache[::20]["x"] == {"from": 0}
 
 
-# --- shards and caches that not all samples have ---
-
-
-def test_samples_without_the_cache_and_several_caches(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=5, fsync=False) as writer:
-        for i in range(20):
-            members: dict[str, Any] = {"json": i}
-            if i % 3 == 0:
-                members["text.tensorcache"] = {"t": torch.tensor([i])}
-            if i % 4 == 0 and i > 5:
-                members["image.tensorcache"] = {"i": torch.tensor([i, i])}
-            writer.write(f"k{i}", **members)
-    with tc.open(tmp_path, cache="text") as texts, tc.open(tmp_path / "manifest.json", cache="image") as images:
-        assert list(texts.keys()) == [f"k{i}" for i in range(0, 20, 3)]
-        assert list(images.keys()) == ["k8", "k12", "k16"]
-        assert [sample["t"].tolist() for sample in texts] == [[i] for i in range(0, 20, 3)]
-        assert images["k12"]["i"].tolist() == [12, 12]
-        assert ("k12" in texts[2:], "k1" in texts) == (True, False)
-        assert texts.read_batch([-1, "k0"])["t"].tolist() == [[18], [0]]
-        assert images.read_batch([2, 0])["i"].tolist() == [[16, 16], [8, 8]]
-
-
 # --- select, filter, schema ---
 
 
@@ -155,7 +133,6 @@ def test_select(cache: tc.TensorCache) -> None:
     assert list(view.schema) == ["cond.0.1.pooled_output"]
     assert list(cache.select("latent.*").schema) == ["latent.samples"]
     assert list(cache.select([]).schema) == []
-    assert cache.select([])[0]["cond"] == [[None, {"prompt": "photo 0", "size": (64, 48)}]]
     assert list(cache.select(["cond.*"]).select(["*pooled*"])[2:].schema) == ["cond.0.1.pooled_output"]
     with pytest.raises(KeyError, match="unknown tensor 'latent.samples'"):
         view.select(["latent.samples"])

@@ -62,9 +62,8 @@ def test_small_values_do_not_vanish(tmp_path: Path, samples: list[Any]) -> None:
                     _places(batch)
 
 
-@pytest.mark.parametrize("samples", [SMALL["inside of a list"], UNLIKE["other keys"]], ids=["values", "tensors"])
-def test_worker_processes_raise(tmp_path: Path, samples: list[Any]) -> None:
-    with tc.open(write(tmp_path, samples)) as cache:
+def test_worker_processes_raise(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, SMALL["inside of a list"])) as cache:
         loader = DataLoader(range(2), batch_size=2, num_workers=1, collate_fn=cache.read_batch, timeout=60)
         with pytest.raises(tc.BatchError, match="their structures differ"):
             next(iter(loader))
@@ -94,7 +93,7 @@ NAMES = ["x", "cond.0.0", "cond.1.1.0", "only.0.0", "only.1.y", "only.1.z.0"]
 
 
 @given(st.sets(st.sampled_from(NAMES)))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25)
 def test_select_changes_no_place(tmp_path_factory: pytest.TempPathFactory, names: set[str]) -> None:
     folder = tmp_path_factory.getbasetemp() / "selected"
     if not folder.exists():
