@@ -77,10 +77,8 @@ def test_questions_that_need_no_bytes(open_recorded: Opener) -> None:
     lazy = sample["x"]
     assert (lazy.name, lazy.shape, lazy.dtype, lazy.ndim, lazy.dim()) == ("x", T.shape, T.dtype, 3, 3)
     assert (lazy.nbytes, lazy.numel(), lazy.size(), lazy.size(1)) == (96, 24, T.shape, 2)
-    assert (lazy.device, lazy.requires_grad, lazy.is_cuda) == (torch.device("cpu"), False, False)
+    assert (lazy.device, lazy.requires_grad, lazy.is_contiguous()) == (torch.device("cpu"), False, True)
     assert repr(lazy) == str(lazy) == "LazyTensor('x', shape=[4, 2, 3], dtype=torch.float32)"
-    assert (lazy.element_size(), lazy.itemsize, lazy.layout) == (4, 4, torch.strided)
-    assert (lazy.is_floating_point(), lazy.is_complex(), lazy.is_contiguous()) == (True, False, True)
     assert isinstance(hash(lazy), int)
     assert copy.copy(lazy) is copy.deepcopy(lazy) is lazy
     assert reads == []
@@ -92,16 +90,13 @@ def test_questions_that_need_no_bytes(open_recorded: Opener) -> None:
         (slice(2, 4), (2, 4)),
         (slice(-1, None), (3, 4)),
         (slice(3, 1), (3, 3)),
-        (1, (1, 2)),
         (-1, (3, 4)),
         ((1, 0), (1, 2)),
         ((slice(1, 2), ..., 1), (1, 2)),
         (slice(None, None, 2), (0, 4)),
-        ((..., 1), (0, 4)),
         (None, (0, 4)),
         ([3, 1], (0, 4)),
         (torch.tensor([True, False, True, False]), (0, 4)),
-        (torch.tensor(2), (0, 4)),
     ],
     ids=str,
 )
@@ -139,10 +134,9 @@ def test_load_into_and_views() -> None:
     assert torch.equal(batch, torch.stack([torch.zeros_like(T), T]))
     strided = torch.zeros(3, 2, 4).permute(2, 1, 0)
     assert torch.equal(lazy.load(out=strided), T)
-    with pytest.raises(ValueError, match=r"out is torch.float64\[4, 2, 3\]"):
-        lazy.load(out=T.double())
-    with pytest.raises(ValueError, match=r"out is torch.float32\[24\]"):
-        lazy.load(out=T.flatten())
+    for out, shown in ((T.double(), r"float64\[4, 2, 3\]"), (T.flatten(), r"float32\[24\]")):
+        with pytest.raises(ValueError, match=f"out is torch.{shown}"):
+            lazy.load(out=out)
     view = lazy.load(copy=False)
     del lazy
     gc.collect()
@@ -244,14 +238,15 @@ def test_arrays() -> None:
     lazy = lazy_of(array)
     assert isinstance(lazy, tc.LazyArray)
     assert (lazy.shape, lazy.dtype, lazy.ndim, len(lazy), lazy.nbytes) == ((3, 4), array.dtype, 2, 3, 24)
-    np.testing.assert_array_equal(lazy + 1, array + 1)
-    np.testing.assert_array_equal(array * lazy, array * array)
-    np.testing.assert_array_equal(np.concatenate([lazy, array]), np.concatenate([array, array]))
-    np.testing.assert_array_equal(lazy[1:, 2], array[1:, 2])
-    np.testing.assert_array_equal(lazy[lazy > 3], array[array > 3])
-    np.testing.assert_array_equal(lazy.sum(axis=0), array.sum(axis=0))
-    np.testing.assert_array_equal(np.exp(lazy), np.exp(array))
-    np.testing.assert_array_equal(lazy.load(out=np.empty_like(array)), array)
+    for found, expected in (
+        (array * lazy, array * array),
+        (np.concatenate([lazy, array]), np.concatenate([array, array])),
+        (lazy[lazy > 3], array[array > 3]),
+        (lazy.sum(axis=0), array.sum(axis=0)),
+        (np.exp(lazy), np.exp(array)),
+        (lazy.load(out=np.empty_like(array)), array),
+    ):
+        np.testing.assert_array_equal(found, expected)
     assert torch.equal(default_collate([lazy, lazy]), torch.as_tensor(np.stack([array, array])))
     assert lazy.load().flags.writeable
     lazy.load()[...] = 0

@@ -291,14 +291,6 @@ def test_a_manifest_that_is_changed(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == lines
 
 
-def test_an_index_beside_a_shard_is_equal(tmp_path: Path) -> None:
-    write_ours(tmp_path, {"a.tar": shard_samples(5)}, footer=False, manifest=False)
-    tc.write_index(tmp_path / "a.tar")
-    shard = (tmp_path / "a.tar").read_bytes()
-    expected = second_shards.build_trailer(*second_shards.index_arrays(shard), len(shard))
-    assert (tmp_path / "a.tar.index").read_bytes() == expected
-
-
 def test_samples_of_allowed_classes_have_no_references(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "a.tar", allow=[Opaque]) as sink:
         sink.write("k", Opaque(torch.arange(2)))

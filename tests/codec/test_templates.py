@@ -116,14 +116,12 @@ class Text(str):
 
 MATCHED: dict[str, dict[str, Any]] = {
     "the same": {},
-    "short texts": {"ab": {"cd": "n", "n": "n"}},
     "bytes like a key": {"ab": {"cd": b"ab", "n": "xy"}, "l": [b"cd", (b"text", T.clone())]},
     "a surrogate": {"ab": {"cd": "\ud800", "n": -0.0}},
     "a long text": {"ab": {"cd": "x" * 70_000, "n": float("nan")}},
     "another shape": {"t": torch.ones(2, 3)},
     "an empty tensor": {"t": torch.ones(0, 7)},
     "not contiguous": {"t": torch.ones(2, 3).T},
-    "expanded": {"t": torch.ones(1).expand(4)},
     "with gradients": {"t": torch.ones(2, requires_grad=True)},
     "views of one storage": {"t": T[1:], "l": [1, (2, T[1:])]},
     "negated": {"t": torch.ones(2, dtype=torch.complex64).conj().imag},
@@ -133,22 +131,18 @@ NOT_MATCHED: dict[str, dict[str, Any]] = {
     "a text twice": {"ab": {"cd": "xy", "n": "xy"}},
     "a text like a key": {"ab": {"cd": "ab", "n": 5}},
     "a text like a reference": {"ab": {"cd": "tensor:t", "n": 5}},
-    "a text like a global": {"ab": {"cd": "format", "n": 5}},
     "a tensor twice": {"l": [1, (2.5, T)]},
     "a container twice": {"ab": PAIR, "l": [1, PAIR]},
     "another order within": {"ab": {"n": 5, "cd": "text"}},
     "a key of a subclass": {"ab": {Text("cd"): "text", "n": 5}},
-    "one more": {"l": [1, (2.5, T[:2]), 3]},
     "an ordered dict": {"ab": OrderedDict(cd="text", n=5)},
     "a list for a tuple": {"l": [1, [2.5, T[:2]]]},
-    "a container for an atom": {"ab": {"cd": [], "n": 5}},
     "a tensor for an atom": {"ab": {"cd": T[:1], "n": 5}},
     "an atom for a tensor": {"t": 5},
     "a scalar of numpy": {"ab": {"cd": np.float64(1.5), "n": 5}},
     "a parameter": {"t": torch.nn.Parameter(T)},
     "an array": {"t": T.numpy()},
     "another dtype": {"t": T.double()},
-    "a stored dtype": {"t": T.to(torch.complex128)},
     "a lazy tensor": {"t": tc.decode_sample(*tc.encode_sample(T))},
     "in itself": {"l": LOOP},
     "an object": {"ab": {"cd": object, "n": 5}},
@@ -164,7 +158,7 @@ def test_samples_that_resemble_earlier_ones(items: dict[str, Any]) -> None:
     for _ in range(3):
         assert_written_alike(base(**{name: 1}))
     assert is_written_fast(base(**{name: 1}))
-    for align in (64, 8, 4096, 0, -8, 12):
+    for align in (64, 4096, 0, 12):
         assert_written_alike(base(**items, **{name: 1}), align=align)
 
 

@@ -1,4 +1,7 @@
-"""`read_batch` is what stacking the samples one by one gives, by every way of reading, for every dtype and structure."""
+"""`read_batch` is what stacking the samples one by one gives, by every way of reading, for every dtype and structure.
+
+A function as `collate` gets whole samples of any structures.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ import math
 import mmap
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import webdataset as wds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -246,3 +251,110 @@ def test_rows_whose_shards_are_mapped_far_apart(tmp_path: Path) -> None:
         assert cache.read_batch(range(16))["x"][:, [0, -1]].tolist() == [[i, i] for i in range(16)]
 
     assert run_in_child(read, kill_after_s=120) == 0
+
+
+# --- functions of whole samples ---
+
+
+X = torch.arange(3)
+DIFFERENT: dict[str, list[Any]] = {
+    "of several shapes": [{"x": torch.ones(2), "y": np.array(["a"]), "i": 0}, {"x": torch.ones(3).double()}, [X], None],
+    "of several dtypes": [
+        {"x": torch.ones(4, dtype=torch.bool)},
+        {"x": torch.full((4,), 5, dtype=torch.uint8)},
+        {"x": np.full(3, 7, np.int8)},
+        {"x": torch.zeros(2, 2)},  # aligned, although 11 bytes come before it
+        {"x": torch.tensor([1 + 2j, 3], dtype=torch.complex128)},
+    ],
+    "some in sets": [{"s": [{X}], "t": {X}}, {"x": X}],
+    **{
+        str(dtype): [{"x": X}, {"x": X, "m": torch.ones(5).to(dtype)}, {"x": X, "m": torch.ones(2).to(dtype)}]
+        for dtype in (torch.uint8, torch.bool, torch.float8_e4m3fn)
+    },
+}
+
+
+@pytest.mark.parametrize("samples", DIFFERENT.values(), ids=DIFFERENT)
+def test_functions_get_samples_that_differ(tmp_path: Path, samples: list[Any]) -> None:
+    with tc.open(write(tmp_path, samples)) as cache:
+        for numbers in (list(range(len(samples))), [1, 0], [1, 1]):
+            read = cache.read_batch(numbers, collate=list)
+            assert_all_same([samples[i] for i in numbers], read)
+            tensors = [sample.get("x") for sample in read if isinstance(sample, dict)]
+            assert not any(x.data_ptr() % x.itemsize for x in tensors if isinstance(x, torch.Tensor))
+        assert cache.read_batch([0, 1], collate=len) == 2
+
+
+def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
+    @dataclass
+    class Point:
+        x: int = 1
+
+    Point.__qualname__ = "Point"
+    kinds = [torch.ones(3, dtype=torch.complex128), torch.ones(3, 2, dtype=torch.float64)]
+    path = str(tmp_path / "0.tar")
+    with wds.TarWriter(path, encoder=tc.encoder(allow=[Point])) as sink:
+        for i, x in enumerate([kinds[0], kinds[1], kinds[0]]):
+            sink.write({"__key__": str(i), "tensorcache": {"x": x, "o": Point(i)}})
+    with tc.open(path, allow=[Point]) as cache:
+        assert cache.read_batch([0, 2])["x"].dtype == torch.complex128
+        for numbers in ([0, 1], [1, 0], [1, 2]):
+            with pytest.raises(tc.BatchError, match="tensor 'x' (is|differs)"):
+                cache.read_batch(numbers)
+        assert cache.read_batch([1])["x"].shape == (1, 3, 2)
+        assert list(cache.schema) == ["x"]
+
+
+# --- no more dimensions than numpy has, nor more bytes than memory ---
+
+
+ARRAY_NDIM = 64  # numpy has no more dimensions
+MOST = (1,) * ARRAY_NDIM
+COLLATES = ["stack", "pad"]
+
+
+@pytest.mark.parametrize("collate", COLLATES)
+def test_as_many_dimensions_as_there_can_be(tmp_path: Path, collate: str) -> None:
+    samples = [
+        {"a": [np.full(MOST, i, "i4")], "less": np.full(MOST[1:], i, "f8"), "t": torch.full(MOST[1:], float(i))}
+        for i in range(3)
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        message = rf"tensor 'a\.0' of sample '002' cannot be stacked: .*{ARRAY_NDIM} dimensions.*'list'"
+        for device in (None, "meta"):
+            with pytest.raises(tc.BatchError, match=message):
+                cache.read_batch([2, 0], device, collate=collate)
+        assert_all_same(samples, cache.read_batch(range(3), collate=list))
+        listed = cache.read_batch([2, 1], collate="list")
+        assert [array.item() for array in listed["a"][0]] == [2, 1]
+        batch = cache.select(["less", "t"]).read_batch([2, 0], collate=collate)
+        for name in ("less", "t"):
+            assert batch[name].shape == (2, *MOST[1:])
+            assert batch[name].reshape(-1).tolist() == [2, 0]
+        assert [array.shape for array in cache.read_tensors([2, 1], collate="auto")["a.0"]] == [MOST, MOST]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "ndarray"])
+def test_empty_ones_whose_other_sizes_are_huge(tmp_path: Path, kind: str) -> None:
+    """Nothing is in them, but torch and numpy multiply the sizes for their strides."""
+    row = torch.empty(1 << 29, 0, 1 << 29, dtype=torch.uint8)
+    with tc.open(write(tmp_path, [{"x": row if kind == "tensor" else row.numpy()}] * 40)) as cache:
+        assert cache.read_batch([0, 1])["x"].shape == (2, 1 << 29, 0, 1 << 29)
+        assert cache.read_batch([0], collate=list)[0]["x"].shape == (1 << 29, 0, 1 << 29)
+        numbers = list(range(40))
+        for collate in COLLATES:
+            with pytest.raises(tc.BatchError, match=r"tensor 'x' of sample '000' cannot be stacked: .*bytes"):
+                cache.read_batch(numbers, collate=collate)
+        assert len(cache.read_batch(numbers, collate="list")["x"]) == 40
+        assert len(cache.read_tensors(numbers, collate="auto")["x"]) == 40
+
+
+@pytest.mark.parametrize(
+    ("names", "length", "word"), [("x", 1 << 56, "memory"), ("x", 1 << 61, "bytes"), ("xyzuvw", 1 << 57, "memory")]
+)
+def test_padding_that_is_huge(tmp_path: Path, names: str, length: int, word: str) -> None:
+    """The last is more than 2^63 bytes in all."""
+    with tc.open(write(tmp_path, [dict.fromkeys(names, torch.ones(count)) for count in (2, 1)])) as cache:
+        with pytest.raises(tc.BatchError, match=word):
+            cache.read_batch([0, 1] * 4, collate=tc.pad(to=length))
+        assert cache.read_batch([0, 1], collate="pad")["x"].tolist() == [[1, 1], [1, 0]]

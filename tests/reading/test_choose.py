@@ -97,8 +97,6 @@ def test_every_kind_of_cache(cache: Any) -> None:
     assert repr(info.choices).startswith("Choices({'latent': ['latent_flipped', 'latent', 'latent_flipped'], 'text': [")
     again = cache.read_batch([5, 11, 3], collate={"text": "list"}, choose=CHOOSE, choices=info.choices)
     assert again["text"][1][0, 0] == 1111
-    first = cache.read_batch([5, 11, 3], collate={"text": "list"}, choose=CHOOSE)
-    assert [first["latent"][1, 0], first["text"][1][0, 0]] == [1100, 1100]
     samples = cache.read_batch([5, 11, 3], collate=list, **options)
     assert [sample["latent"][0].item() for sample in samples] == [-500, 1100, -300]
     assert [sample["text"][0, 0].item() for sample in samples] == [500, 1111, 303]
@@ -114,9 +112,7 @@ def test_only_the_chosen_bytes_are_read(tmp_path: Path) -> None:
     flags = [torch.ones(20_000, dtype=torch.bool) for _ in range(2)]
     folder = write(tmp_path / "c", [{"a": flags[0], "b": flags[1], "x": torch.zeros(3)}])
     path = next(Path(folder).glob("*.tar"))
-    raw = path.read_bytes()
-    begin = raw.index(b"\x01" * 20_000)
-    damage(str(path), begin + 20_000 + 5_000, b"\x07")  # in "b"
+    damage(str(path), path.read_bytes().index(b"\x01" * 20_000) + 25_000, b"\x07")  # in "b"
     with tc.open(folder) as cache:
         choose = {"flag": ["a", "b"]}
         assert cache.read_batch([0], choose=choose, choices={"flag": [0]})["flag"].all()
@@ -190,7 +186,6 @@ def test_joined_caches(folder: str, tmp_path: Path) -> None:
     [
         ({}, None, ValueError, "expected a dict"),
         ({"latent": 3}, None, ValueError, "captions"),
-        ({"latent": []}, None, ValueError, "captions"),
         ({"latent": [3]}, None, ValueError, "captions"),
         ({(): []}, None, ValueError, "captions"),
         ({("latent", "mask"): ["latent"]}, None, ValueError, "tuple"),
@@ -204,7 +199,6 @@ def test_joined_caches(folder: str, tmp_path: Path) -> None:
         ({"x": "nothing.*"}, None, tc.BatchError, "sample '005' has none of the alternatives of 'x': 'nothing.*'"),
         ({"id": "latent*"}, None, tc.BatchError, "another value"),
         ({"latent": "captions.*"}, None, tc.BatchError, "another tensor of this name"),
-        ({"cond.0.x": "latent*"}, None, tc.BatchError, "another value"),
     ],
 )
 def test_wrong_arguments(folder: str, choose: Any, choices: Any, error: Any, message: str) -> None:
@@ -246,9 +240,6 @@ def test_strings(strings: str) -> None:
         sent, sent_info = pickle.loads(pickle.dumps((batch, info)))
         assert sent["caption"] == batch["caption"]
         assert sent_info == info
-        samples = cache.read_batch([2, 5, 1], **options, collate=list)
-        assert [sample["caption"] for sample in samples] == ["c2.2", "c5.0", "c1.1"]
-        assert [list(sample) for sample in samples] == [["latent", "caption", "text", "meta"]] * 3
         joined = tc.join({"a": cache, "b": cache.select("latent")})
         options = {"choose": {"a.caption": "a.captions.*"}, "choices": {"a.caption": [2, 1]}}
         batch, info = joined.read_batch_with_info([2, 5], **options)
@@ -261,6 +252,19 @@ def test_strings(strings: str) -> None:
         ):
             with pytest.raises(tc.BatchError, match=message):
                 cache.read_batch([1], choose=choose)["x"].tolist()
+
+
+def test_strings_are_chosen_when_they_are_looked_at(strings: str, tmp_path: Path) -> None:
+    """A damaged skeleton is an error where it is decoded; here that is the first look at a caption."""
+    folder = write(tmp_path / "c", [with_strings(i) for i in range(4)])
+    path = next(Path(folder).glob("*.tar"))
+    with tc.open(folder, io="pread") as cache:
+        cache.read_batch([0, 1], choose=STRINGS)  # learns the structure
+        damage(str(path), path.read_bytes().index(b"c3.0"), b"\x00\xff\x00\xff")
+        batch = cache.read_batch([0, 3], choose=STRINGS)
+        assert batch["latent"][:, 0].tolist() == [0, 3]
+        with pytest.raises(tc.FormatError):
+            batch["caption"].tolist()
 
 
 def test_samples_without_an_alternative(tmp_path: Path) -> None:
@@ -327,8 +331,6 @@ def test_other_tensors_may_be_lacking(masked: Any, rows: list[int], joins: bool)
             assert each.choices.chosen("caption") == [f"captions.{number}" for number in captions]
     names = cache.read_batch(rows, **options | {"collate": lambda samples: [list(sample) for sample in samples]})
     assert {*map(tuple, names)} == {("mask", "more", "image", "caption")}
-    with pytest.raises(tc.BatchError, match="sample '001' has none of the alternatives of 'm': 'mask'; it has"):
-        cache.read_batch([4, 1], choose={"m": ["mask"]}, collate="list")
 
 
 def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:

@@ -129,20 +129,13 @@ def test_padding_that_a_dtype_has_not(tmp_path: Path, value: Any, pad_value: Any
 
 def test_padding_by_name(tmp_path: Path) -> None:
     samples = [
-        {
-            "labels": torch.arange(i),
-            "mask": torch.ones(i, dtype=torch.bool),
-            "h": torch.ones(i).bfloat16(),
-            "array": np.full(i, 5),
-            "s": np.full(i, "w"),
-        }
+        {"labels": torch.arange(i), "h": torch.ones(i).bfloat16(), "array": np.full(i, 5), "s": np.full(i, "w")}
         for i in (1, 3)
     ]
     with tc.open(write(tmp_path, samples)) as cache:
         pad_value = {"labels": -100, "h": float("-inf"), "array": -1}
         batch = cache.read_batch([0, 1], collate="pad", pad_value=pad_value)
         assert batch["labels"].tolist() == [[0, -100, -100], [0, 1, 2]]
-        assert batch["mask"].tolist() == [[True, False, False], [True] * 3]
         assert batch["h"].tolist() == [[1, float("-inf"), float("-inf")], [1] * 3]
         assert batch["array"].tolist() == [[5, -1, -1], [5] * 3]
         assert batch["s"].tolist() == [["w", "", ""], ["w"] * 3]
@@ -166,16 +159,11 @@ def test_ways_that_are_none(cache: Any, collate: Any, error: type[Exception], me
     for each in (cache, tc.join([cache])):
         with pytest.raises(error, match=message):
             each.read_batch([0], collate=collate)
-    if not isinstance(collate, dict):
-        with pytest.raises(ValueError, match="expected"):
-            tc.Loader(cache, 2, collate=collate)
 
 
-@pytest.mark.parametrize("collate", ["stack", "pad", EACH, len], ids=str)
+@pytest.mark.parametrize("collate", ["stack", {"cond.*": "list", "latent": "pad"}, len], ids=str)
 def test_info(cache: Any, collate: Any) -> None:
     view, numbers = cache[1:].select(["latent", "cond.*"]), [0, 3] if collate == "stack" else [2, 0]
-    if collate == EACH:
-        view = cache[1:].select(["latent", "cond.*", "odd"])
     batch, info = view.read_batch_with_info(numbers, collate=collate)
     assert type(batch) is type(view.read_batch(numbers, collate=collate))
     copied = pickle.loads(pickle.dumps(info))
@@ -194,15 +182,11 @@ def test_info(cache: Any, collate: Any) -> None:
 @pytest.mark.parametrize(("way", "length"), [("pad", 3), (tc.pad(to=5), 5), ("list", 3)])
 def test_masks(cache: Any, way: Any, length: int) -> None:
     ways = {"cond.*": way, "odd": "list"}
-    batch, info = cache.read_batch_with_info(range(4), collate=ways)
+    info = cache.read_batch_with_info(range(4), collate=ways)[1]
     for record in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
         mask = record.mask("cond.text")
         assert mask.dtype == torch.bool
         assert mask.tolist() == [[at < 1 + i % 3 for at in range(length)] for i in range(4)]
-    if way != "list":
-        assert batch["cond"]["text"].shape[:2] == mask.shape
-        assert (batch["cond"]["text"][~mask] == 0).all()
-        assert not (batch["cond"]["text"][mask] == 0).all()
     assert info.to("meta").mask("cond.text").is_meta
     assert cache.read_batch_with_info(range(4), "meta", collate=ways)[1].mask("cond.text").is_meta
 

@@ -131,18 +131,6 @@ def test_all_samples_share(tmp_path: Path) -> None:
         assert view.read_batch([2, 0])["deep"][1]["b"].tolist() == [[2] * 3, [0] * 3]
 
 
-def test_a_dropped_text_keeps_its_other_name(tmp_path: Path) -> None:
-    texts = [torch.full((3,), 1.0 + i) for i in range(8)]
-    samples = [{"text": text, "text_ref": text if i % 4 else text + 10} for i, text in enumerate(texts)]
-    drop = tc.drop_text(1.0, {"text": torch.zeros(3)})
-    with tc.open(write(tmp_path, samples)) as cache:
-        for batch_size in (1, 2, 4):
-            batches = list(tc.Loader(cache, batch_size, transform=drop, num_threads=0))
-            assert not torch.cat([batch["text"] for batch in batches]).any()
-            expected = [sample["text_ref"].tolist() for sample in samples]
-            assert torch.cat([batch["text_ref"] for batch in batches]).tolist() == expected
-
-
 # --- indexes of old writers, which do not list further names, and indexes that give wrong ones ---
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import pickle
 from collections.abc import Callable, Iterator
-from operator import add, and_, ge, gt, invert, le, lt, mul, neg, or_, sub, truediv
+from operator import ge, lt, sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +78,15 @@ def test_they_are_the_tensors_of_their_lists(batch: Any) -> None:
 
 FUNCTIONS: list[Callable[[Any, Any, Any], Any]] = [
     lambda weight, index, keep: LOSS * weight,
-    lambda weight, index, keep: (LOSS - index) / weight,
     lambda weight, index, keep: LOSS.clone().mul_(weight),
     lambda weight, index, keep: LOSS.half() * weight,
     lambda weight, index, keep: weight < LOSS,
     lambda weight, index, keep: index == LOSS,
-    lambda weight, index, keep: (LOSS * index).sum().item() * torch.clone(weight),
     lambda weight, index, keep: ROWS[index],
     lambda weight, index, keep: LOSS[keep],
     lambda weight, index, keep: functional.cross_entropy(ROWS[:COUNT], target=index),
     lambda weight, index, keep: torch.where(keep, LOSS, weight),
     lambda weight, index, keep: torch.cat([weight, LOSS]),
-    lambda weight, index, keep: torch.lerp(LOSS, LOSS, weight=weight).nan_to_num(),
 ]
 
 
@@ -107,15 +102,14 @@ def test_torch_takes_them(cache: Any, number: int) -> None:
 
 def test_operators_with_numbers_and_each_other(batch: Any) -> None:
     weight, index, keep = (torch.tensor(batch[name].tolist()) for name in ("weight", "index", "keep"))
-    for operator in (add, sub, mul, truediv, lt, le, gt, ge):
+    for operator in (sub, truediv, lt, ge):
         assert_equal(operator(batch["index"], 2), operator(index, 2))
         assert_equal(operator(2.5, batch["index"]), operator(2.5, index))
         assert_equal(operator(batch["index"], batch["weight"]), operator(index, weight))
-    for operator in (and_, or_):
-        assert_equal(operator(batch["keep"], batch["keep"]), operator(keep, keep))
-        assert_equal(operator(batch["keep"], keep), operator(keep, keep))
-    assert_equal(neg(batch["index"]), -index)
-    assert_equal(invert(batch["keep"]), ~keep)
+    assert_equal(batch["keep"] & batch["keep"], keep)
+    assert_equal(batch["keep"] | ~keep, keep | ~keep)
+    assert_equal(-batch["index"], -index)
+    assert_equal(~batch["keep"], ~keep)
     assert_equal(batch["index"] == 3, index == 3)
     assert_equal(batch["index"] != 3, index != 3)
 
@@ -158,12 +152,8 @@ def test_lazy_tensors_and_numpy_take_them(cache: Any, batch: Any) -> None:
 
 
 def test_they_go_to_the_device_of_the_other_tensors(batch: Any) -> None:
-    for found in (
-        torch.ones(COUNT, device="meta") * batch["weight"],
-        batch["weight"] * torch.ones(COUNT, device="meta"),
-        torch.where(batch["keep"], torch.ones(COUNT, device="meta"), 0.0),
-        torch.ones(5, 2, device="meta")[batch["index"]],
-    ):
+    ones = torch.ones(COUNT, device="meta")
+    for found in (batch["weight"] * ones, torch.where(batch["keep"], ones, 0.0), ones[batch["index"]]):
         assert found.is_meta
 
 
@@ -184,13 +174,3 @@ def test_lists_of_which_the_first_is_empty(tmp_path: Path, lists: list[Any]) -> 
     folder = write(tmp_path, [{"x": torch.ones(1), "ids": ids} for ids in lists])
     with tc.open(folder) as cache, pytest.raises(tc.BatchError, match="lists of different lengths"):
         torch.clone(cache.read_batch([0, 1])["ids"])
-
-
-def test_copies_and_files(cache: Any) -> None:
-    batch = cache.read_batch(range(COUNT))
-    for made in (copy.copy(batch["index"]), copy.deepcopy(batch)["index"]):
-        assert_equal(LOSS * made, LOSS * torch.tensor([2, 0, 3, 1]))
-    file = io.BytesIO()
-    torch.save(batch, file)
-    file.seek(0)
-    assert torch.load(file, weights_only=False)["index"] == [2, 0, 3, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from tests.same import assert_same
 
 COUNT = 24
 WRITTEN = [diffusion_sample(i) | {"big": torch.full((9000,), float(i))} for i in range(COUNT)]
-FORK = pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system has no fork")
 
 
 @pytest.fixture(scope="module")
@@ -127,23 +125,20 @@ def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: s
 # --- DataLoader ---
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_data_loader(cache: tc.TensorCache, method: str) -> None:
+def test_data_loader(cache: tc.TensorCache) -> None:
     check(cache, list(range(COUNT)))
-    options: dict[str, Any] = {"batch_size": 6, "num_workers": 1, "multiprocessing_context": method}
+    options: dict[str, Any] = {"batch_size": 6, "num_workers": 1}
     read = [sample for batch in DataLoader(cache, collate_fn=list, **options) for sample in batch]  # type: ignore[arg-type]
     assert isinstance(read[0]["big"], tc.LazyTensor)
     for expected, sample in zip(WRITTEN, read, strict=True):
         assert_same(expected, sample)
-    if method == "fork":
-        for number, batch in enumerate(DataLoader(cache, **options)):  # type: ignore[arg-type]
-            assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
+    for number, batch in enumerate(DataLoader(cache, **options)):  # type: ignore[arg-type]
+        assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
 
 
 # --- fork ---
 
 
-@FORK
 def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
     stop = threading.Event()
 
