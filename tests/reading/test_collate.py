@@ -159,6 +159,8 @@ def test_ways_that_are_none(cache: Any, collate: Any, error: type[Exception], me
     for each in (cache, tc.join([cache])):
         with pytest.raises(error, match=message):
             each.read_batch([0], collate=collate)
+    with pytest.raises(error, match=message):
+        tc.Loader(cache, 2, collate=collate)
 
 
 @pytest.mark.parametrize("collate", ["stack", {"cond.*": "list", "latent": "pad"}, len], ids=str)
