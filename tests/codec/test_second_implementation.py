@@ -90,7 +90,6 @@ NONE = safetensors.torch.save({})
 BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "defaultdict() has no factory": (name("collections", "defaultdict") + b")R.", True, NONE),
     "bytearray(bytes)": (name("builtins", "bytearray") + b"C\x01a\x85R.", True, NONE),
-    "bytearray()": (name("builtins", "bytearray") + b")R.", True, NONE),
     "bytearray(bytes, bytes)": (name("builtins", "bytearray") + b"C\x01aC\x01a\x86R.", False, NONE),
     "a Size of 2^63 - 1": (name("torch", "Size") + b"\x8a\x08" + b"\xff" * 7 + b"\x7f\x85\x85R.", True, NONE),
     "a Size of 2^63": (name("torch", "Size") + b"\x8a\x09" + bytes(7) + b"\x80\0\x85\x85R.", False, NONE),
@@ -101,13 +100,11 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "pathlib._local": (name("pathlib._local", "PurePosixPath") + text("a") + b"\x85R.", True, NONE),
     "deque((), None)": (name("collections", "deque") + b")N\x86R.", False, NONE),
     "deque(())": (name("collections", "deque") + b")\x85R.", False, NONE),
-    "deque((), -1)": (name("collections", "deque") + b")J\xff\xff\xff\xff\x86R.", False, NONE),
     "a timedelta of 86,400 seconds": (name("datetime", "timedelta") + b"K\0J\x80\x51\x01\0K\0\x87R.", False, NONE),
     "numpy.bool_": (name("numpy", "bool_") + b"\x88\x85R.", True, NONE),
     "numpy.bool": (name("numpy", "bool") + b"\x88\x85R.", False, NONE),
     "0.1 in a float16": (name("numpy", "float16") + b"G" + struct.pack(">d", 0.1) + b"\x85R.", True, NONE),
     "an int in a float32": (name("numpy", "float32") + b"K\1\x85R.", False, NONE),
-    "numpy.dtype('float32')": (name("numpy", "dtype") + text("float32") + b"\x85R.", False, NONE),
     "numpy.dtype('f4')": (name("numpy", "dtype") + text("f4") + b"\x85R.", True, NONE),
     "a device with its index in the text": (name("torch", "device") + text("cuda:1") + b"\x85R.", False, NONE),
     "a device of index 128": (name("torch", "device") + text("cpu") + b"K\x80\x86R.", False, NONE),
@@ -245,11 +242,9 @@ READ_MANIFESTS = [
 ]
 REFUSED_MANIFESTS = [
     ('"version": 1,', '"version": 2,'),
-    ('"version": 1,', '"version": true,'),
     ('"version": 1', '"version": 1, "version": 1'),
     ('"version": 1', '"version": 1, "new": NaN'),
     ('"nsamples": 1', '"nsamples": -0'),
-    ('"version": 1', '"version": 1e0'),
     ('"wids_version": 1', '"wids_version": 1.0'),
     ('{"": 1}', '{"": 1.0}'),
     ('"caches"', '"fingerprints": {"a.tar": "m"}, "caches"'),
@@ -312,7 +307,6 @@ READ_INDEXES: list[Callable[[dict[str, Any], dict[str, Any]], Any]] = [
 REFUSED_INDEXES: list[Callable[[dict[str, Any], dict[str, Any]], Any]] = [
     lambda arrays, names: names["references"].__setitem__(0, dict.fromkeys(names["references"][0], 1)),
     lambda arrays, names: (names["forms"].append({}), names["references"].append(None)),
-    lambda arrays, names: names.update(members={}),
     lambda arrays, names: names.update(caches={"": 1, "vae-b_1": 2}),
     lambda arrays, names: names["references"][0].reverse(),
     lambda arrays, names: names.update(fingerprint={"1": 1, 1: 2}),

@@ -128,13 +128,8 @@ def test_batches(joined: Any, named: Any) -> None:
                 cache.read_batch(numbers, collate=collate)
 
 
-def test_caches_that_are_open_and_joins_of_joins(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_joins_of_joins(folders: tuple[Path, Path], tmp_path: Path) -> None:
     masks = write(tmp_path, lambda i: {"mask": torch.tensor(i > 5)}, NUMBERS)
-    with tc.open(folders[0])[3:6] as latents, tc.open(folders[1]) as texts:
-        some = texts.filter(lambda entry: entry.key in ("k3", "k4", "k5"))
-        view = tc.join([some, latents])
-        assert list(view.keys()) == ["k5", "k4", "k3"]
-        assert_same({**text(3), **latent(3)}, view[2])
     with tc.join([tc.join(list(folders)), masks]) as nested:
         assert_same({**latent(7), **text(7), "mask": torch.tensor(True)}, nested["k7"])
         assert nested[5:7].read_batch([1, 0], collate="list")["mask"] == [torch.tensor(True), torch.tensor(False)]

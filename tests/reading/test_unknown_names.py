@@ -78,6 +78,7 @@ def test_a_key_without_its_folders_names_the_key_in_them(tmp_path: Path) -> None
             tc.BatchError,
             "choose={'x': …}: unknown tensor 'txet.\\*'; there are .*; the first sample has 'latent', 'text'",
         ),
+        (lambda c: tc.Loader(c, choose={"alpha": "latent"}), tc.BatchError, "another tensor of this name"),
         (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
         (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
         (
