@@ -18,18 +18,12 @@ from tests.remote.servers.write_server import WriteServer, shared_server
 
 
 @pytest.fixture(autouse=True)
-def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     """Keep the netrc file and the proxies of this machine away from tests."""
     monkeypatch.setenv("NETRC", f"{tmp_path}/no-netrc")
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _no_kept_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep no indexes in the folder of the user."""
-    monkeypatch.setenv("TENSORCACHE_INDEXES", "off")
 
 
 @pytest.fixture
@@ -43,11 +37,30 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def http_server() -> Iterator[HttpServer]:
-    """A web server with ranges and strong ETags; `http_server.set(ranges=False)` changes it."""
+@pytest.fixture(scope="session")
+def _http_process() -> Iterator[HttpServer]:
     with HttpServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def _module_process() -> Iterator[HttpServer]:
+    with HttpServer() as server:
+        yield server
+
+
+@pytest.fixture
+def http_server(_http_process: HttpServer) -> HttpServer:
+    """An empty web server with ranges and strong ETags; `http_server.set(ranges=False)` changes it."""
+    _http_process.reset()
+    return _http_process
+
+
+@pytest.fixture(scope="module")
+def module_server(_module_process: HttpServer) -> HttpServer:
+    """Such a server for all tests of a module; `module_server.set(folder=…)` lets it serve files."""
+    _module_process.reset()
+    return _module_process
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +89,8 @@ def _call(environment: dict[str, str], function: Callable[..., object], *args: A
 
 
 @pytest.fixture
-def start(_write_process: WriteServer) -> Callable[..., BaseProcess]:
-    """Start a process that calls a function, and finds the server of `write_server`.
+def start() -> Callable[..., BaseProcess]:
+    """Start a process that calls a function in the environment of the test.
 
     It is forked by a process that has imported torch and has not used obstore, which does not work in forked children.
     """
@@ -85,7 +98,7 @@ def start(_write_process: WriteServer) -> Callable[..., BaseProcess]:
     context.set_forkserver_preload(["tests.remote.written"])
 
     def start(function: Callable[..., object], *args: Any, **options: Any) -> BaseProcess:
-        process = context.Process(target=_call, args=(_write_process.environment, function, *args), kwargs=options)
+        process = context.Process(target=_call, args=(dict(os.environ), function, *args), kwargs=options)
         process.start()
         return process
 

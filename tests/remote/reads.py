@@ -14,7 +14,7 @@ import torch
 import wds_tensorcache as tc
 
 # the third is `me:hunter2`, as it is sent
-SECRETS = ("secret", "hunter2", "bWU6aHVudGVyMg", "S1GNATURE", "test-access-key")
+SECRETS = ("secret", "hunter2", "bWU6aHVudGVyMg", "S1GNATURE", "test-access-key", "v3ry-s3cret-k3y")
 PASS = {"headers": {}}  # a fault that is none
 
 
@@ -55,6 +55,7 @@ class Kind:
         return {f"{folder}/{self.file}?{query}": [*[PASS] * self.num_before, *faults]}
 
 
+# "head" and "stat" begin at the first byte, "tail" ends at the last one, "range" and "whole range" are in the middle
 KINDS = {
     "head": Kind("manifest.json", 0, read_cache),
     "tail": Kind("a.tar", 0, read_cache),

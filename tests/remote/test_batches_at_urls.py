@@ -29,9 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[HttpServer]:
-    with HttpServer(folder) as server:
-        yield server
+def server(module_server: HttpServer, folder: Path) -> HttpServer:
+    module_server.set(folder=folder)
+    return module_server
 
 
 @pytest.fixture
@@ -65,11 +65,11 @@ def assert_equal(left: Any, right: Any) -> None:
         assert repr(left) == repr(right)
 
 
-INDICES = [[3], [5, 1, 9], list(range(23)), [22, 0, 22, 7, 7], ["004", "011"]]
+INDICES = [[3], list(range(23)), [22, 0, 22, 7, 7], ["004", "011"]]
 
 
 @pytest.mark.parametrize("indices", INDICES, ids=str)
-@pytest.mark.parametrize("collate", ["list", {"text": tc.pad(to=6, value=2)}, {"text": "pad"}, list], ids=str)
+@pytest.mark.parametrize("collate", ["list", {"text": "pad"}, list], ids=str)
 def test_batches(cache: tc.TensorCache, local: tc.TensorCache, indices: list[Any], collate: Any) -> None:
     assert_equal(local.read_batch(indices, collate=collate), cache.read_batch(indices, collate=collate))
     if collate is not list:
@@ -273,7 +273,7 @@ def test_loader(cache: tc.TensorCache, local: tc.TensorCache) -> None:
         assert_equal(expected, found)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_torch_loader(cache: tc.TensorCache, local: tc.TensorCache, method: str) -> None:
     options: dict[str, Any] = {"batch_size": 6, "shuffle": True, "seed": 3, "collate": "list"}
     cache.read_batch([0], collate="list")

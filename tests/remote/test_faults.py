@@ -6,7 +6,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ import torch
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
-from tests.remote.reads import KINDS, PASS, outcomes, read_cache, refused, write_shard
-from tests.remote.servers.http_server import HttpServer
+from tests.remote.reads import KINDS, PASS, outcomes, read_cache, read_stream, refused, write_shard
+from tests.remote.servers.http_server import HttpServer, Request
 
 RANGE = KINDS["range"]
 
@@ -37,18 +37,12 @@ def expected(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
     return {name: [kind.read(str(folder)) for folder in folders] for name, kind in KINDS.items()}
 
 
-@pytest.fixture(scope="module")
-def server_of_all() -> Iterator[HttpServer]:
-    with HttpServer() as started:
-        yield started
-
-
 @pytest.fixture
-def server(server_of_all: HttpServer, folders: list[Path]) -> HttpServer:
-    server_of_all.set(ranges=True, suffix_ranges=True, etag="strong", last_modified=True, latency_s=0)
-    publish(server_of_all, folders[0])
-    server_of_all.log()
-    return server_of_all
+def server(module_server: HttpServer, folders: list[Path]) -> HttpServer:
+    module_server.set(ranges=True, suffix_ranges=True, etag="strong", last_modified=True)
+    publish(module_server, folders[0])
+    module_server.log()
+    return module_server
 
 
 @pytest.fixture
@@ -76,21 +70,43 @@ def extent(server: HttpServer, url: str, folders: list[Path]) -> tuple[int, int,
     return int(first), int(last), (folders[0] / "a.tar").stat().st_size
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_connection_that_drops_at_every_byte(server: HttpServer, url: str, expected: Any, name: str) -> None:
-    """At every byte of the head and of the first bytes of the body, and at some of the others."""
-    kind = KINDS[name]
-    assert kind.read(url) == expected[name][0]
-    plain = [one for one in server.log() if one.path.endswith(kind.file)][kind.num_before]
-    places = [*range(450), *range(450, 300 + plain.nbytes, 61)]
-    faults = [kind.script("c", f"{at}", {"drop_after": at, "reset": at % 2 == 1}) for at in places]
-    server.script_all({path: script for fault in faults for path, script in fault.items()})
-    assert outcomes([lambda at=at: kind.read(f"{url}?{at}") for at in places]) == [expected[name][0]] * len(places)
-    if name == "range":  # continued from the byte reached, and only with the same tag
-        end = str(plain.range).partition("-")[2]
-        resumed = [one for one in server.log() if str(one.range).endswith(f"-{end}") and one.range != plain.range]
-        assert len(resumed) > 50
-        assert all("if-match" in one.headers for one in resumed)
+def check_drops(server: HttpServer, url: str, read: Callable[[str], Any], requests: list[Request]) -> list[Request]:
+    """Drop the connections of requests at every byte of the heads and the first bytes of the bodies, and at some others.
+
+    Returns:
+        All requests.
+    """
+    expected = read(url)
+    places = [*range(450), *range(450, 300 + max(one.nbytes for one in requests), 61)]
+    faults: dict[str, list[dict[str, Any]]] = {f"{one.path[1:]}?{at}": [] for one in requests for at in places}
+    for one in requests:
+        for at in places:
+            fault = {"drop_after": at, "reset": at % 2 == 1, "range": one.range}
+            faults[f"{one.path[1:]}?{at}"].append(fault)
+    server.script_all(faults)
+    server.log()
+    assert outcomes([lambda at=at: read(f"{url}?{at}") for at in places]) == [expected] * len(places)
+    seen = server.log()
+    for one in requests:
+        repeated = [other for other in seen if other.path.startswith(f"{one.path}?") and other.range == one.range]
+        assert len(repeated) > len(places) + 150  # each whose head was cut short
+    return seen
+
+
+def test_a_connection_that_drops_at_every_byte(server: HttpServer, url: str) -> None:
+    read_cache(url)
+    manifest, tail, _, tensor = server.log()
+    seen = check_drops(server, url, read_cache, [manifest, tail, tensor])
+    # continued from the byte reached, and only with the same tag
+    end = str(tensor.range).partition("-")[2]
+    resumed = [one for one in seen if str(one.range).endswith(f"-{end}") and one.range != tensor.range]
+    assert len(resumed) > 50
+    assert all("if-match" in one.headers for one in resumed)
+
+
+def test_a_stream_whose_connection_drops_at_every_byte(server: HttpServer, url: str) -> None:
+    read_stream(url)
+    check_drops(server, url, read_stream, server.log())
 
 
 def test_statuses_that_pass(server: HttpServer, url: str, expected: Any) -> None:
@@ -140,7 +156,7 @@ def test_faults_that_stay(server: HttpServer, url: str, extent: tuple[int, int, 
             assert (error.begin, error.end) == (extent[0], extent[1] + 1)
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 405, 409, 451, 505, 404, 410])
+@pytest.mark.parametrize("status", [400, 403, 505, 404, 410])
 def test_other_statuses_are_refused_at_once(server: HttpServer, url: str, status: int) -> None:
     for name, kind in KINDS.items():
         server.script_all(kind.script("c", name, {"status": status, "times": -1}))
@@ -157,12 +173,9 @@ def test_other_statuses_are_refused_at_once(server: HttpServer, url: str, status
         "bytes {after}-{last}/{total}",
         "bytes {first}-{before}/{total}",
         "bytes {first}-{total}/{total}",
-        "bytes 0-{before}/{total}",
         "bytes {last}-{first}/{total}",
         "bytes */{total}",
         "bytes {first}-{last}/999999999999999999999999999999",
-        "items {first}-{last}/{total}",
-        "bytes -1-{last}/{total}",
         "",
         None,
     ],
@@ -185,7 +198,7 @@ def test_content_range_may_omit_the_total(server: HttpServer, url: str, extent: 
     assert "length" in str(refused(tc.RemoteError, read_cache, f"{url}?q"))
 
 
-@pytest.mark.parametrize("nbytes", [0, 129, 131, 10**17])
+@pytest.mark.parametrize("nbytes", [129, 131])
 def test_a_body_of_another_length(server: HttpServer, url: str, nbytes: int) -> None:
     server.script_all(RANGE.script("c", "q", {"headers": {"Content-Length": f"{nbytes}"}, "times": 2}))
     assert refused(tc.RemoteError, read_cache, f"{url}?q").status == 206
@@ -249,31 +262,37 @@ def test_a_weak_tag_that_becomes_strong(server: HttpServer, url: str) -> None:
 HEAD = "HTTP/1.1 206 X\r\nContent-Range: bytes {first}-{last}/{total}\r\n"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "nonsense",
-        "HTTP/1.1 206\r\n\r\n",
-        "HTTP/1.1 99 X\r\n\r\n",
-        "HTTP/1.1 101 X\r\nUpgrade: websocket\r\n\r\n",
-        "HTTP/1.1 206 X\r\n" + "a: b\r\n" * 1000 + "\r\n",
-        "HTTP/1.1 206 X\r\na: " + "b" * 100_000 + "\r\n\r\n",
-        HEAD + "no colon\r\n\r\n" + "x" * 130,
-        HEAD + "Transfer-Encoding: chunked\r\n\r\nzz\r\n",
-        HEAD + "Transfer-Encoding: chunked\r\n\r\n5\r\n{bytes}\r\n0\r\n\r\n",
-        HEAD + "Transfer-Encoding: chunked\r\n\r\n40\r\n" + "x" * 65 + "\r\n42\r\n" + "x" * 66 + "\r\n0\r\n\r\n",
-        HEAD + "Transfer-Encoding: gzip, chunked\r\n\r\n82\r\n" + "x" * 130,
-        HEAD + "\r\n{bytes}",
-    ],
-)
+DAMAGED = [
+    "nonsense",
+    "HTTP/1.1 206\r\n\r\n",
+    "HTTP/1.1 99 X\r\n\r\n",
+    "HTTP/1.1 101 X\r\nUpgrade: websocket\r\n\r\n",
+    "HTTP/1.1 206 X\r\n" + "a: b\r\n" * 1000 + "\r\n",
+    "HTTP/1.1 206 X\r\na: " + "b" * 100_000 + "\r\n\r\n",
+    HEAD + "no colon\r\n\r\n" + "x" * 130,
+    HEAD + "Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    HEAD + "Transfer-Encoding: chunked\r\n\r\n5\r\n{bytes}\r\n0\r\n\r\n",
+    HEAD + "Transfer-Encoding: chunked\r\n\r\n40\r\n" + "x" * 65 + "\r\n42\r\n" + "x" * 66 + "\r\n0\r\n\r\n",
+    HEAD + "Transfer-Encoding: gzip, chunked\r\n\r\n82\r\n" + "x" * 130,
+    HEAD + "\r\n{bytes}",
+]
+
+
 @pytest.mark.usefixtures("short")
-def test_answers_that_are_damaged(server: HttpServer, url: str, extent: Any, expected: Any, answer: str) -> None:
+def test_answers_that_are_damaged(server: HttpServer, url: str, extent: Any, expected: Any) -> None:
     first = bytes(expected["range"][0]["x"][:5]).decode("latin-1")
-    raw = answer.format(first=extent[0], last=extent[1], total=extent[2], bytes=first)
-    server.script_all(RANGE.script("c", "stays", {"raw": raw, "times": -1}) | RANGE.script("c", "q", {"raw": raw}))
-    refused(tc.RemoteError, read_cache, f"{url}?stays")
-    if " 101 " not in answer:  # another attempt would be of no use
-        assert read_cache(f"{url}?q") == expected["range"][0]
+    for number, answer in enumerate(DAMAGED):
+        raw = answer.format(first=extent[0], last=extent[1], total=extent[2], bytes=first)
+        server.script_all(RANGE.script("c", f"stays{number}", {"raw": raw, "times": -1}))
+        server.script_all(RANGE.script("c", f"once{number}", {"raw": raw}))
+    numbers = range(len(DAMAGED))
+    found = outcomes([lambda number=number: read_cache(f"{url}?stays{number}") for number in numbers])
+    for error in found:
+        assert isinstance(error, tc.RemoteError), error
+    found = outcomes([lambda number=number: read_cache(f"{url}?once{number}") for number in numbers])
+    for answer, sample in zip(DAMAGED, found, strict=True):
+        # another attempt would be of no use after status 101
+        assert isinstance(sample, tc.RemoteError) if " 101 " in answer else sample == expected["range"][0], answer
 
 
 def test_interim_heads_are_skipped(server: HttpServer, url: str, extent: Any) -> None:
@@ -288,7 +307,9 @@ def test_an_announced_length_does_not_extend_the_time_limit(server: HttpServer, 
     head = "HTTP/1.1 200 X\r\nETag: {}\r\nContent-Length: 4000000\r\n\r\n"
     for query, tag in (("strong", '"1"'), ("weak", 'W/"1"')):
         server.script(f"c/manifest.json?{query}", {"raw": head.format(tag) + "x" * 10, "times": -1})
-        assert "given up" in str(refused(tc.RemoteError, read_cache, f"{url}?{query}"))
+    for error in outcomes([lambda query=query: read_cache(f"{url}?{query}") for query in ("strong", "weak")]):
+        assert isinstance(error, tc.RemoteError)
+        assert "given up" in str(error)
 
 
 def test_bodies_without_a_length(server: HttpServer, url: str, folders: list[Path], extent: Any, expected: Any) -> None:

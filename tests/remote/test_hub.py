@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,19 +21,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
     return [write_shard(tmp_path_factory.mktemp("cache"), seed) for seed in range(2)]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[HttpServer]:
-    with HttpServer() as server:
-        yield server
-
-
 @pytest.fixture
-def hub(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> HttpServer:
+def hub(module_server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> HttpServer:
     """A hub whose repositories each test publishes under a name of its own."""
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_ENDPOINT", module_server.url)
     monkeypatch.setenv("HF_TOKEN", "hf_hunter2")
-    server.log()
-    return server
+    module_server.log()
+    return module_server
 
 
 def publish(server: HttpServer, name: str, commit: str, files: dict[str, bytes]) -> str:
@@ -64,19 +57,20 @@ def test_reads(hub: HttpServer, files: list[dict[str, bytes]]) -> None:
     assert not any("/main/" in request.path for request in requests)
 
 
-def test_large_files_are_on_another_server(hub: HttpServer, files: list[dict[str, bytes]], tmp_path: Path) -> None:
+def test_large_files_are_on_another_server(
+    hub: HttpServer, http_server: HttpServer, files: list[dict[str, bytes]], tmp_path: Path
+) -> None:
     """The token does not follow, and the tag is that of the hub: the other server has another one."""
     url = publish(hub, "large", COMMITS[0], files[0])
-    with HttpServer() as other:
-        redirect = other.put("blob", files[0]["a.tar"]) + "?S1GNATURE"
-        path = f"datasets/org/large/resolve/{COMMITS[0]}/a cache/a.tar"
-        hub.script(path, {"redirect": redirect, "headers": {"X-Linked-Etag": '"f00"'}, "times": -1})
-        for _ in range(2):
-            with tc.open(url, keep_indexes=tmp_path) as cache:
-                assert cache[0]["seed"] == 0
-        requests = other.log()
-        assert [request.range for request in requests[2:]] == ["bytes=0-0", requests[1].range]  # the index was kept
-        assert not any({"authorization", "if-match"} & set(request.headers) for request in requests)
+    redirect = http_server.put("blob", files[0]["a.tar"]) + "?S1GNATURE"
+    path = f"datasets/org/large/resolve/{COMMITS[0]}/a cache/a.tar"
+    hub.script(path, {"redirect": redirect, "headers": {"X-Linked-Etag": '"f00"'}, "times": -1})
+    for _ in range(2):
+        with tc.open(url, keep_indexes=tmp_path) as cache:
+            assert cache[0]["seed"] == 0
+    requests = http_server.log()
+    assert [request.range for request in requests[2:]] == ["bytes=0-0", requests[1].range]  # the index was kept
+    assert not any({"authorization", "if-match"} & set(request.headers) for request in requests)
 
 
 def test_a_branch_that_moves(hub: HttpServer, files: list[dict[str, bytes]]) -> None:

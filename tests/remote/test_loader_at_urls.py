@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[HttpServer]:
-    with HttpServer(folder.parent, latency_s=0.02) as server:
-        yield server
+def server(module_server: HttpServer, folder: Path) -> HttpServer:
+    module_server.set(folder=folder.parent, latency_s=0.02)
+    return module_server
 
 
 def test_the_number_of_batches_ahead(server: HttpServer) -> None:

@@ -48,40 +48,6 @@ def blocks_requested(requests: list[tuple[str, int, int]]) -> Counter[tuple[str,
     )
 
 
-def test_the_second_read_makes_no_request(objects: Objects, path: Path) -> None:
-    added = url, nbytes, _ = objects.add("a.tar", 3 * BLOCK + 17)
-    cache = open_node_cache(path, None, objects.fetch)
-    file = cached(cache, added)
-    assert file.read(5, 20) == objects.content(url)[5:20]
-    assert objects.requests() == [(url, 0, BLOCK)]
-    assert file.read(0, nbytes) == objects.content(url)
-    assert objects.requests() == [(url, BLOCK, 2 * BLOCK + 17)]
-    again = cached(open_node_cache(path, None, objects.fetch), added)
-    assert again.read(0, nbytes) == objects.content(url)
-    assert objects.requests() == []
-    assert path.stat().st_mode & 0o777 == 0o700
-    assert all(each.stat().st_mode & 0o777 == 0o600 for each in path.iterdir())
-    assert not any("host" in each.name or b"host.test" in each.read_bytes() for each in path.iterdir())
-
-
-def test_empty_objects_and_reads(objects: Objects, path: Path) -> None:
-    cache = open_node_cache(path, None, objects.fetch)
-    file = cached(cache, objects.add("a.tar", 0))
-    assert file.read(0, 0) == b""
-    other = cached(cache, objects.add("b.tar", BLOCK))
-    assert other.read(BLOCK, BLOCK) == b""
-    assert objects.requests() == []
-
-
-def test_states_of_an_object_do_not_mix(objects: Objects, path: Path) -> None:
-    cache = open_node_cache(path, None, objects.fetch)
-    old = url, *_ = objects.add("a.tar", 2 * BLOCK, tag="old")
-    before = cached(cache, old).read(0, 2 * BLOCK)
-    new = objects.add("a.tar", 2 * BLOCK, tag="new")
-    assert cached(cache, new).read(0, 2 * BLOCK) == objects.content(url) != before
-    assert cached(cache, old).read(0, 2 * BLOCK) == before
-
-
 def test_processes_and_threads_request_each_block_once(objects: Objects, path: Path) -> None:
     """Four processes open the cache, four are forked from a reader, and six threads share it."""
     objects.latency_s = 0.002

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[HttpServer]:
-    with HttpServer(folder.parent) as server:
-        yield server
+def server(module_server: HttpServer, folder: Path) -> HttpServer:
+    module_server.set(folder=folder.parent)
+    return module_server
 
 
 @pytest.fixture(autouse=True)
@@ -67,8 +66,8 @@ def test_sources(server: HttpServer, source: Any) -> None:
 
     with tc.open(at_server(source)) as cache:
         assert list(cache.keys()) == [f"{i:03d}" for i in range(12)]
-        for expected, sample in zip(SAMPLES, cache, strict=True):
-            assert_same(expected, sample)
+        for i in (0, 5, 11):
+            assert_same(SAMPLES[i], cache[i])
 
 
 def test_a_folder_without_a_manifest(server: HttpServer) -> None:

@@ -64,5 +64,7 @@ def test_a_long_manifest(http_server: HttpServer, tmp_path: Path) -> None:
     with pytest.raises(tc.FormatError, match="changed"):
         tc.open(f"{http_server.url}/c")
     os.truncate(tmp_path / "c" / "manifest.json", 1 << 40)  # sparse: more than fits into memory
-    with HttpServer(tmp_path) as server, pytest.raises(tc.RemoteError, match="more than"):
-        tc.open(f"{server.url}/c")
+    http_server.reset()
+    http_server.set(folder=tmp_path)
+    with pytest.raises(tc.RemoteError, match="more than"):
+        tc.open(f"{http_server.url}/c")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[HttpServer]:
-    with HttpServer(folder.parent) as server:
-        yield server
+def server(http_server: HttpServer, folder: Path) -> HttpServer:
+    http_server.set(folder=folder.parent)
+    return http_server
 
 
 def refused(cache: tc.TensorCache) -> None:

@@ -9,7 +9,7 @@ import pickle
 import random
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def module_server(folder: Path) -> Iterator[HttpServer]:
-    with HttpServer(folder) as server:
-        yield server
-
-
 @pytest.fixture
-def server(module_server: HttpServer) -> HttpServer:
+def server(module_server: HttpServer, folder: Path) -> HttpServer:
+    module_server.set(folder=folder)
     module_server.log()
     return module_server
 
@@ -107,9 +102,12 @@ def test_requests_carry_the_tag_and_run_at_the_same_time(http_server: HttpServer
 
 STAGES = {
     "samples": [tc.decode()],
-    "batches": [tc.decode(), wds.batched(3, collation_fn=list)],
-    "shuffled": [wds.shuffle(6), tc.decode()],
-    "filtered": [tc.decode(), wds.select(lambda sample: sample["tensorcache"]["i"] % 3 != 1)],
+    "others": [
+        wds.shuffle(6),
+        tc.decode(),
+        wds.select(lambda sample: sample["tensorcache"]["i"] % 3 != 1),
+        wds.batched(2, collation_fn=list),
+    ],
 }
 
 
@@ -117,7 +115,7 @@ STAGES = {
 def test_resumed_at_every_item(server: HttpServer, stages: list[Any]) -> None:
     urls = pattern(server)
     whole = [numbers_of(item) for item in tc.ResumablePipeline(urls, *stages)]
-    wanted = [i for i in range(COUNT) if stages is not STAGES["filtered"] or i % 3 != 1]
+    wanted = [i for i in range(COUNT) if stages is STAGES["samples"] or i % 3 != 1]
     assert sorted(i for item in whole for i in item) == wanted
     for taken in range(1, len(whole)):
         first, second = tc.ResumablePipeline(urls, *stages), tc.ResumablePipeline(urls, *stages)
@@ -127,7 +125,7 @@ def test_resumed_at_every_item(server: HttpServer, stages: list[Any]) -> None:
         assert sorted(i for item in head + tail for i in item) == wanted
         if stages is STAGES["samples"]:
             assert head + tail == whole
-        assert [numbers_of(item) for item in second] != []  # the next epoch
+    assert sorted(i for item in second for i in numbers_of(item)) == wanted  # the next epoch
 
 
 def test_resumed_from_the_middle_of_a_shard(http_server: HttpServer, tmp_path: Path) -> None:
@@ -183,7 +181,7 @@ def test_errors_name_the_url_and_handlers_continue(http_server: HttpServer, tmp_
     good = http_server.put("good #1.tar", content)
     bad = [http_server.put("cut.tar", content[: 3 * 512]), http_server.put("no.tar", b"no tar at all")]
     for url, error in [(f"{http_server.url}/missing.tar", FileNotFoundError), *((url, tc.FormatError) for url in bad)]:
-        with pytest.raises(error, match=r"127\.0\.0\.1.*\.tar"):
+        with pytest.raises(error, match=rf"{http_server.host}.*\.tar"):
             list(tc.ResumablePipeline(url))
     seen: list[Exception] = []
     stream = tc.ResumablePipeline(
@@ -197,13 +195,13 @@ def test_errors_name_the_url_and_handlers_continue(http_server: HttpServer, tmp_
 
 def test_members_that_are_not_selected_are_not_sent(server: HttpServer, folder: Path) -> None:
     with wds.TarWriter(str(folder / "large.tar"), mtime=0) as sink:
-        for i in range(3):
+        for i in range(2):
             sink.write({"__key__": f"{i:03d}", "bin": bytes(48 << 20), "txt": str(i)})
     samples = tc.tarfile_to_samples(select_files=lambda name: name.endswith(".txt"))
     found = [sample["txt"] for sample in samples([{"url": f"{server.url}/large.tar"}])]
-    assert found == [b"0", b"1", b"2"]
-    # what was ahead of the reader at each of three skips
-    assert sum(request.nbytes for request in server.log()) < (3 * 48 << 20) * 0.6
+    assert found == [b"0", b"1"]
+    # what was ahead of the reader at each of two skips
+    assert sum(request.nbytes for request in server.log()) < (2 * 48 << 20) * 0.6
     (folder / "large.tar").unlink()
 
 
@@ -244,27 +242,13 @@ def test_resumed_before_a_sample_with_an_extended_header(http_server: HttpServer
     assert first.state_dict()["starts"]["0"][0] == 1
 
 
-@pytest.mark.parametrize(
-    "starts", [{"0": [2, 512]}, {"0": [2, 511, 10_240, "t"]}, {"1": [1, 512, 10_240, "t"]}, [], {"0": None}]
-)
-def test_damaged_states(http_server: HttpServer, tmp_path: Path, starts: Any) -> None:
+def test_damaged_states(http_server: HttpServer, tmp_path: Path) -> None:
     stream = tc.ResumablePipeline(http_server.put("a.tar", tar_of(3, 10, tmp_path / "a.tar")))
     take(stream, 2)
-    state = {**stream.state_dict(), "starts": starts}
-    with pytest.raises(ValueError, match="damaged"):
-        stream.load_state_dict(state)
-
-
-def test_workers_resume(server: HttpServer) -> None:
-    def loader() -> Any:
-        stream = tc.ResumablePipeline(pattern(server), tc.decode(lazy=False))
-        return StatefulDataLoader(stream, batch_size=None, num_workers=2)
-
-    first, second = loader(), loader()
-    taken = [int(sample["__key__"]) for _, sample in zip(range(7), first, strict=False)]
-    second.load_state_dict(first.state_dict())
-    del first
-    assert sorted(taken + [int(sample["__key__"]) for sample in second]) == list(range(COUNT))
+    damaged = ({"0": [2, 512]}, {"0": [2, 511, 10_240, "t"]}, {"1": [1, 512, 10_240, "t"]}, [], {"0": None})
+    for starts in damaged:
+        with pytest.raises(ValueError, match="damaged"):
+            stream.load_state_dict({**stream.state_dict(), "starts": starts})
 
 
 def test_credentials_are_in_no_sample_pickle_or_error(http_server: HttpServer, tmp_path: Path) -> None:
@@ -281,12 +265,19 @@ def test_credentials_are_in_no_sample_pickle_or_error(http_server: HttpServer, t
         assert "secret" not in text
 
 
-def test_workers_get_the_secret_parts(http_server: HttpServer, tmp_path: Path) -> None:
-    url = http_server.put("a.tar", tar_of(2, 10, tmp_path / "a.tar"))
-    stream = tc.ResumablePipeline(f"{url.replace('://', '://user:secret@')}?signature=secret")
-    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="spawn")
-    assert len(list(loader)) == 2
-    requests = http_server.log()
+def test_workers_get_the_secret_parts_and_resume(server: HttpServer) -> None:
+    urls = f"{pattern(server).replace('://', '://user:secret@')}?signature=secret"
+
+    def loader() -> Any:
+        stream = tc.ResumablePipeline(urls, tc.decode(lazy=False))
+        return StatefulDataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="forkserver")
+
+    first, second = loader(), loader()
+    taken = [int(sample["__key__"]) for _, sample in zip(range(7), first, strict=False)]
+    second.load_state_dict(first.state_dict())
+    del first
+    assert sorted(taken + [int(sample["__key__"]) for sample in second]) == list(range(COUNT))
+    requests = server.log()
     assert requests
     assert all("authorization" in request.headers and "signature" in request.path for request in requests)
 
@@ -303,10 +294,11 @@ def test_folders_manifests_and_patterns(write_server: WriteServer, http_server: 
     names = ("", "/", "/manifest.json", "/0*.tar", "/0[0-2].tar", "/{00..02}.tar")
     for url in [*(of_s3 + name for name in names), of_web + "/", of_web + "/manifest.json", of_web + "/{00..02}.tar"]:
         stream = tc.ResumablePipeline(url, tc.decode(), shuffle=False)
-        assert take(stream, 4) == [[0], [1], [2], [3]], url
-        again = tc.ResumablePipeline(url, tc.decode(), shuffle=False)
-        again.load_state_dict(stream.state_dict())
-        assert [numbers_of(sample) for sample in again] == [[4], [5]]
+        assert [numbers_of(sample) for sample in stream] == [[0], [1], [2], [3], [4], [5]], url
+    first, second = (tc.ResumablePipeline(of_s3, tc.decode(), shuffle=False) for _ in range(2))
+    assert take(first, 4) == [[0], [1], [2], [3]]
+    second.load_state_dict(first.state_dict())
+    assert [numbers_of(sample) for sample in second] == [[4], [5]]
     with pytest.raises(FileNotFoundError, match=r"nothing/"):
         tc.ResumablePipeline(f"{http_server.url}/nothing/")
 
@@ -366,13 +358,3 @@ def test_closing_ends_the_requests(http_server: HttpServer, tmp_path: Path, monk
     wait_for(lambda: any(one.status == 0 for one in requests))
     samples.close()  # type: ignore[attr-defined]
     wait_for(lambda: any(one.status == -1 for one in requests))
-
-
-@pytest.mark.usefixtures("new_forkserver")
-def test_workers_read_from_an_object_store(write_server: WriteServer, folder: Path) -> None:
-    for shard in range(len(SIZES)):
-        write_server.put(f"streams/{shard}.tar", (folder / f"{shard}.tar").read_bytes())
-    stream = tc.ResumablePipeline("s3://bucket/streams/", tc.decode(lazy=False))
-    assert len(list(stream)) == COUNT
-    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=1, multiprocessing_context="forkserver")
-    assert sorted(int(sample["__key__"]) for sample in loader) == list(range(COUNT))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.cli.command import run, run_any
+from tests.cli.commands import the_server
 from tests.remote.caches import big, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.same import assert_same
@@ -31,23 +29,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[HttpServer]:
-    with HttpServer(folder) as server:
-        yield server
+def server(module_server: HttpServer, folder: Path) -> HttpServer:
+    module_server.set(folder=folder)
+    return module_server
 
 
 def test_commands(server: HttpServer, folder: Path, tmp_path: Path) -> None:
     url, local = f"{server.url}/cache?signature=s3cret", folder / "cache"
     for command, *others in (
-        ["ls", "--json"],
-        ["ls", "-l"],
+        ["ls", "-l", "--json"],
         ["schema", "--json"],
         ["show", "005", "--json"],
         ["stats", "--json"],
     ):
         assert run(command, url, *others).stdout == run(command, local, *others).stdout
-    command = [sys.executable, "-m", "wds_tensorcache.cli", "cat", url, "003", "latent"]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    shown = the_server().run("cat", url, "003", "latent", cwd=tmp_path).stdout
     assert np.array_equal(np.load(io.BytesIO(shown)), SAMPLES[3]["latent"].numpy())
     pages = []
     for source in (local, f"{server.url}/cache", url):

@@ -39,12 +39,12 @@ def _check(write_server: WriteServer, prefix: str) -> None:
 
 
 def test_four_writers_add_to_one_manifest_at_once(write_server: WriteServer, start: Start, tmp_path: Path) -> None:
-    assert wait([start(write, f"{URL}/w{number}-%03d.tar", 10, max_samples=2) for number in range(4)]) == [0] * 4
+    assert wait([start(write, f"{URL}/w{number}-%03d.tar", 6, max_samples=2) for number in range(4)]) == [0] * 4
     for number in range(4):
-        write(tmp_path / "cache" / f"w{number}-%03d.tar", 10, max_samples=2)
+        write(tmp_path / "cache" / f"w{number}-%03d.tar", 6, max_samples=2)
     assert write_server.objects("cache/") == read_folder(tmp_path / "cache")
     swaps = [status for method, key, status in write_server.log() if (method, key) == ("PUT", "cache/manifest.json")]
-    assert swaps.count(200) == 20
+    assert swaps.count(200) == 12
 
 
 def test_a_rank_that_resumes_keeps_the_entries_of_a_rank_that_writes(write_server: WriteServer) -> None:
@@ -139,24 +139,6 @@ def test_an_interrupt_waits_for_finished_shards(write_server: WriteServer) -> No
         write_three()
     sender.join()
     assert sorted(write_server.objects("cache/")) == ["000000.idx", "000000.tar", "manifest.json"]
-
-
-def test_after_a_second_interrupt_no_upload_begins(write_server: WriteServer) -> None:
-    sink = tc.ShardWriter(URL, max_samples=2)
-    sink._folder.cancel()  # as the writer does then
-
-    def write_three() -> None:
-        with sink:
-            for i in range(3):
-                sink.write(f"{i}", sample(i))
-
-    caught = None
-    try:
-        write_three()
-    except Exception as exc:
-        caught = exc
-    assert type(caught).__name__ == "CancelledError"
-    assert write_server.objects() == {}
 
 
 def test_a_forked_child_does_not_upload_its_parent_s_shards(write_server: WriteServer) -> None:

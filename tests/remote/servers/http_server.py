@@ -17,7 +17,7 @@ Faults, in the order of requests to a path; each applies to one request, or to `
     drip_s                one byte of the body each so many seconds
     stall_s               wait before the answer; if the client does not, the log has an entry with status -1
     raw                   the whole answer, after which the connection is closed
-    method                only requests with this method
+    range                 only requests with this `Range` header
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from urllib.parse import quote, unquote
 from tests.remote.servers.process import ServerProcess
 
 _PIECE = 64 * 1024
-_addresses = itertools.count()
+_addresses = (f"127.{1 + n // 200}.{n % 200}.1" for n in itertools.count())  # of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class HttpServer(ServerProcess):
         certificate: str | os.PathLike[str] | None = None,
     ) -> None:
         options = {
-            "folder": None if folder is None else os.fspath(folder),
+            "folder": folder,
             "ranges": ranges,
             "suffix_ranges": suffix_ranges,
             "etag": etag,
@@ -104,18 +104,31 @@ class HttpServer(ServerProcess):
             "latency_s": latency_s,
             "rate": rate,
             "log": log,
-            "certificate": None if certificate is None else os.fspath(certificate),
+            "certificate": certificate,
         }
-        super().__init__(["-m", "tests.remote.servers.http_server", json.dumps(options)])
-        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.port}"
-        tls = ssl.create_default_context(cafile=options["certificate"]) if certificate else None
+        super().__init__(["-m", "tests.remote.servers.http_server", json.dumps(options, default=os.fspath)])
+        self._first_url = self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.port}"
+        tls = ssl.create_default_context(cafile=certificate) if certificate else None
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
         )
 
+    @property
+    def host(self) -> str:
+        """The address in `url`."""
+        return self.url.rpartition("/")[2].partition(":")[0]
+
     def new_address(self) -> str:
         """Return the url by another address of this machine, whose clients know nothing of this server."""
-        return self.url.replace("127.0.0.1", f"127.1.{next(_addresses)}.1")
+        return self._first_url.replace("127.0.0.1", next(_addresses))
+
+    def reset(self) -> None:
+        """Begin anew: without objects, faults and requests, with the options of the constructor, at a new address.
+
+        Requests of earlier clients, to an earlier address of `reset`, are dropped.
+        """
+        self._call("reset")
+        self.url = self.new_address()
 
     def put(self, name: str, content: bytes) -> str:
         """Make or replace an object; return its url. An object `name?query` is the answer to this query of `name`."""
@@ -136,7 +149,7 @@ class HttpServer(ServerProcess):
 
     def set(self, **options: Any) -> None:
         """Change options of the constructor."""
-        self._call("set", json.dumps(options).encode())
+        self._call("set", json.dumps(options, default=os.fspath).encode())
 
     def log(self) -> list[Request]:
         """Return the requests since the last call, in the order of their arrival."""
@@ -158,11 +171,16 @@ def _tag(content: bytes) -> str:
 
 class _Server:
     def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
+        self._first_options = options
+        self._left: set[str] = set()  # addresses
+        self.free_at = 0.0  # when the next byte may be sent
+        self._reset()
+
+    def _reset(self) -> None:
+        self.options = dict(self._first_options)
         self.objects: dict[str, tuple[bytes, float, str]] = {}
         self.faults: dict[str, list[dict[str, Any]]] = {}
         self.requests: list[dict[str, Any]] = []
-        self.free_at = 0.0  # when the next byte may be sent
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -180,7 +198,12 @@ class _Server:
         method, target, _ = head[0].split(" ", 2)
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
+        address = writer.get_extra_info("sockname")[0]
+        if address in self._left:
+            raise _Dropped
         if "x-control" in headers:
+            if target == "/reset?" and address != "127.0.0.1":
+                self._left.add(address)
             answer = self._control(target, body)
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(answer), answer))
             await writer.drain()
@@ -192,12 +215,13 @@ class _Server:
         entry = {"method": method, "path": seen, "headers": headers, "status": 0, "nbytes": 0}
         if self.options["log"]:
             self.requests.append(entry)
-        fault = self._fault(method, unquote(target).lstrip("/")) or self._fault(method, name)
         whole = unquote(target).lstrip("/")
+        fault = self._fault(headers, whole) or self._fault(headers, name)
         if "stall_s" in fault:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(reader.read(1), fault["stall_s"])
-                self.requests.append({**entry, "status": -1})
+                if address not in self._left:
+                    self.requests.append({**entry, "status": -1})
                 raise _Dropped
         await self._answer(method, whole if whole in self.objects else name, headers, fault, writer, entry)
         return headers.get("connection", "").lower() != "close"
@@ -213,14 +237,16 @@ class _Server:
             self.faults.update(json.loads(body))
         elif act == "set":
             self.options.update(json.loads(body))
+        elif act == "reset":
+            self._reset()
         else:
             done, self.requests = self.requests, []
             return json.dumps(done).encode()
         return b""
 
-    def _fault(self, method: str, name: str) -> dict[str, Any]:
+    def _fault(self, headers: dict[str, str], name: str) -> dict[str, Any]:
         for at, fault in enumerate(self.faults.get(name, ())):
-            if fault.get("method", method) == method:
+            if fault.get("range") in (None, headers.get("range")):
                 fault["times"] = fault.get("times", 1) - 1
                 if not fault["times"]:
                     del self.faults[name][at]
