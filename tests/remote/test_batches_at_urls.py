@@ -267,12 +267,6 @@ def test_forked_children(cache: tc.TensorCache, local: tc.TensorCache) -> None:
 # --- loaders
 
 
-def test_loader(cache: tc.TensorCache, local: tc.TensorCache) -> None:
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3, "collate": "list"}
-    for expected, found in zip(tc.Loader(local, **options), tc.Loader(cache, **options), strict=True):
-        assert_equal(expected, found)
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_torch_loader(cache: tc.TensorCache, local: tc.TensorCache, method: str) -> None:
     options: dict[str, Any] = {"batch_size": 6, "shuffle": True, "seed": 3, "collate": "list"}

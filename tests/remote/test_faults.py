@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
+from tests.remote.conftest import wait
 from tests.remote.reads import KINDS, PASS, outcomes, read_cache, read_stream, refused, write_shard
 from tests.remote.servers.http_server import HttpServer, Request
 
@@ -156,7 +156,7 @@ def test_faults_that_stay(server: HttpServer, url: str, extent: tuple[int, int, 
             assert (error.begin, error.end) == (extent[0], extent[1] + 1)
 
 
-@pytest.mark.parametrize("status", [400, 403, 505, 404, 410])
+@pytest.mark.parametrize("status", [400, 401, 403, 405, 409, 451, 505, 404, 410])
 def test_other_statuses_are_refused_at_once(server: HttpServer, url: str, status: int) -> None:
     for name, kind in KINDS.items():
         server.script_all(kind.script("c", name, {"status": status, "times": -1}))
@@ -173,9 +173,12 @@ def test_other_statuses_are_refused_at_once(server: HttpServer, url: str, status
         "bytes {after}-{last}/{total}",
         "bytes {first}-{before}/{total}",
         "bytes {first}-{total}/{total}",
+        "bytes 0-{before}/{total}",
         "bytes {last}-{first}/{total}",
         "bytes */{total}",
         "bytes {first}-{last}/999999999999999999999999999999",
+        "items {first}-{last}/{total}",
+        "bytes -1-{last}/{total}",
         "",
         None,
     ],
@@ -382,19 +385,18 @@ def test_a_disk_without_space(server: HttpServer, url: str, tmp_path: Path, expe
 # --- warnings
 
 
-def test_a_warning_while_requests_fail(server: HttpServer, url: str) -> None:
+def test_a_warning_while_requests_fail(server: HttpServer, url: str, tmp_path: Path, start: Any) -> None:
     """One for all requests of the process, on stderr by default, so that training does not wait in silence."""
     server.script_all(
         {f"c/manifest.json?{i}": [{"status": 503, "retry_after": "5"}, {"status": 503}] for i in range(3)}
     )
     url = url.replace("://", "://user:secret@")
-    script = (
-        "import threading, wds_tensorcache as tc\n"
-        f"threads = [threading.Thread(target=tc.open, args=(f'{url}?{{i}}',)) for i in range(3)]\n"
-        "for thread in threads: thread.start()\n"
-        "for thread in threads: thread.join()\n"
-    )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    (line,) = run.stderr.splitlines()
+    assert wait([start(open_three, url, tmp_path / "errors")]) == [0]
+    (line,) = (tmp_path / "errors").read_text().splitlines()
     assert "/c/manifest.json: the server responds with status 503; trying again for up to" in line
     assert "secret" not in line
+
+
+def open_three(url: str, errors: Path) -> None:
+    with open(errors, "w") as sys.stderr:
+        assert outcomes([lambda i=i: tc.open(f"{url}?{i}").num_shards for i in range(3)]) == [1] * 3

@@ -103,25 +103,6 @@ def test_new_weights_on_ranks_that_read_different_numbers_of_batches_ahead(serve
             assert set(sources[begin:]) <= {"ba"[epoch]}
 
 
-def test_closing_in_an_epoch(server: HttpServer, folder: Path) -> None:
-    """Requests in flight end, and the next iteration resumes."""
-    with tc.open(f"{server.url}/cache") as cache:
-        loader = tc.Loader(cache.select("latent"), 4, seed=3, shuffle=True)
-        expected = [info.keys for _, info in loader.with_info()]
-        loader = tc.Loader(cache.select("latent"), 4, seed=3, shuffle=True)
-        found: list[list[str]] = []
-        while len(found) < len(expected):
-            for _, info in loader.with_info():
-                found.append(info.keys)
-                if len(found) % 4 == 3:
-                    state = loader.state_dict()
-                    break
-            loader.close()
-            if len(found) < len(expected):
-                loader.load_state_dict(state)
-        assert found == expected
-
-
 def test_a_loader_over_many_shards_reads_no_index_ahead(server: HttpServer) -> None:
     server.put("many/manifest.json", listing(*(f"{i:04d}.tar" for i in range(1000))))
     server.log()

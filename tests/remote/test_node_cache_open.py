@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests import children
 from tests.remote.servers.http_server import HttpServer, Request
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, SUFFIX
 
@@ -86,7 +82,11 @@ def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp
         for i in (0, 17, 59):
             assert torch.equal(cache[i]["latent"].load(), local[i]["latent"].load())
             assert cache[i]["n"] == i
+            assert cache[i]["text"][:0].numel() == 0
         assert server.log() == []
+        copy = pickle.loads(pickle.dumps(cache))
+        epoch(copy, local, 1)
+        assert not blocks(server.log())
     with tc.open(server.url, cache_dir=tmp_path / "cache") as again:
         epoch(again, local, 2)
     log = server.log()
@@ -97,37 +97,6 @@ def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp
     for path in (tmp_path / "cache").iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
         assert server.host.encode() not in path.name.encode() + path.read_bytes()
-
-
-def test_a_spawned_process_shares_the_cache_of_a_pickled_one(folder: Path, server: HttpServer, tmp_path: Path) -> None:
-    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache:
-        epoch(cache, tc.open(folder), 0)
-        server.log()
-        code = "import pickle, sys; cache = pickle.load(sys.stdin.buffer); print(cache[7]['n'])"
-        ran = subprocess.run(
-            [sys.executable, "-c", code], input=pickle.dumps(cache), capture_output=True, check=True, timeout=120
-        )
-        assert ran.stdout.split() == [b"7"]
-        assert not blocks(server.log())
-
-
-def test_batches_are_right_while_another_process_evicts_their_shards(
-    folder: Path, server: HttpServer, tmp_path: Path
-) -> None:
-    nbytes = sum(file.stat().st_size for file in folder.glob("*.tar"))
-    limit = nbytes // 2
-
-    def work(seed: int) -> None:
-        # from a slow server, larger gaps are fetched, and one read may need more than the limit
-        warnings.simplefilter("ignore")
-        with tc.open(server.url, cache_dir=tmp_path / "cache", cache_nbytes=limit) as cache, tc.open(folder) as local:
-            for number in range(4):
-                epoch(cache, local, 100 * seed + number)
-
-    started = [children.start(lambda seed=seed: work(seed)) for seed in range(3)]
-    assert children.finish(started) == [0] * 3
-    assert max(blocks(server.log()).values()) > 1
-    assert sum(512 * file.stat().st_blocks for file in (tmp_path / "cache").iterdir()) <= limit
 
 
 def test_the_bytes_of_a_mapped_shard_outlive_its_eviction(folder: Path, server: HttpServer, tmp_path: Path) -> None:
@@ -193,8 +162,9 @@ def test_a_changed_shard_is_refused_and_never_mixed(folder: Path, server: HttpSe
 def test_without_etag_and_date_nothing_is_cached(folder: Path, server: HttpServer, tmp_path: Path) -> None:
     server.set(etag=None, last_modified=False)
     with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
-        with pytest.warns(UserWarning, match="neither an ETag nor a date"):
-            assert_same(cache, local, range(10))
+        with pytest.warns(UserWarning, match="neither an ETag nor a date") as caught:
+            read(cache, range(10))
+        assert [each.filename for each in caught] == [__file__]
         assert_same(cache, local, range(10))
     assert not list((tmp_path / "cache").iterdir())
 
@@ -220,47 +190,9 @@ def test_arguments(folder: Path, server: HttpServer, tmp_path: Path) -> None:
     assert not (tmp_path / "unused").exists()
 
 
-@pytest.mark.parametrize("is_mixed", [True, False])
-def test_local_shards_in_the_same_batch_and_servers_without_ranges(
-    folder: Path, server: HttpServer, tmp_path: Path, is_mixed: bool
-) -> None:
-    server.set(ranges=is_mixed)
-    paths = [folder / f"train-{number:06d}.tar" for number in range(NUM_SHARDS)]
-    shards = [path if is_mixed and number % 2 else f"{server.url}/{path.name}" for number, path in enumerate(paths)]
-    with tc.open(shards, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+def test_a_server_without_ranges(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    server.set(ranges=False)
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
         for number in range(3):
             epoch(cache, local, number)
             assert bool(server.log()) == (number == 0)
-
-
-def test_samples_with_several_layouts_and_absent_tensors(server: HttpServer, folder: Path, tmp_path: Path) -> None:
-    with tc.ShardWriter(folder / "other-%06d.tar", max_samples=20) as writer:
-        for i in range(40):
-            sample = {"a": torch.full((1 + i % 4, 700), i), "empty": torch.empty(0, 3)}
-            writer.write(f"{i}", sample | ({"b": torch.full((5000,), -i)} if i % 3 else {}))
-    shards = [f"{server.url}/other-{number:06d}.tar" for number in range(2)]
-    with tc.open(shards, cache_dir=tmp_path / "cache") as cache, tc.open(sorted(folder.glob("other-*.tar"))) as local:
-        for number in range(3):
-            order = np.random.default_rng(number).permutation(40)
-            for name in ("a", "empty"):
-                found, expected = (each.select(name).read_batch(order, collate="list")[name] for each in (cache, local))
-                assert all(map(torch.equal, found, expected))
-            samples = zip(*(each.read_batch(order, collate=list) for each in (cache, local)), strict=True)
-            assert all(torch.equal(one[name], other[name]) for one, other in samples for name in other)
-            assert bool(blocks(server.log())) == (number == 0)
-
-
-@pytest.mark.parametrize("use", [lambda cache: cache[0], lambda cache: read(cache, [0])], ids=["sample", "batch"])
-def test_a_warning_names_the_line_that_reads(server: HttpServer, tmp_path: Path, use: Any) -> None:
-    path = tmp_path / "cache"
-    with tc.open(server.url, cache_dir=path) as cache:
-        read(cache, range(NUM_SAMPLES))
-    for file in path.glob(f"*{SUFFIX}"):
-        file.unlink()
-        file.mkdir()
-    with (
-        tc.open(server.url, cache_dir=path) as cache,
-        pytest.warns(UserWarning, match="reading without the cache") as caught,
-    ):
-        use(cache)
-    assert [each.filename for each in caught] == [__file__]

@@ -228,7 +228,7 @@ def test_kept_indexes(server: HttpServer, put: Callable[..., str], shard: bytes,
     assert [*kept.iterdir()] == [path]
 
 
-@pytest.mark.parametrize("damage", [0, 10, 200, -1, -20, "cut", "empty", "other", "folder", "pickle", "long"], ids=str)
+@pytest.mark.parametrize("damage", [0, 200, -1, "cut", "empty", "folder", "pickle", "long"], ids=str)
 def test_damaged_kept_indexes(
     server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path, damage: int | str
 ) -> None:
@@ -248,7 +248,6 @@ def test_damaged_kept_indexes(
         texts = {
             "cut": bytes(content[:-100]),
             "empty": b"",
-            "other": b'{"is_own": []}\n',
             "pickle": b"cos\nsystem\n(S'false'\ntR.",
         }
         path.write_bytes(texts[str(damage)])
@@ -273,10 +272,8 @@ def test_an_index_from_a_sidecar_is_kept_once_it_was_compared(
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({"XDG_CACHE_HOME": "xdg"}, "xdg/wds_tensorcache/indexes"),
         ({"XDG_CACHE_HOME": "xdg", "TENSORCACHE_INDEXES": ""}, "xdg/wds_tensorcache/indexes"),
         ({"XDG_CACHE_HOME": "xdg", "TENSORCACHE_INDEXES": "here"}, "here"),
-        ({"TENSORCACHE_INDEXES": "off"}, None),
         ({"TENSORCACHE_INDEXES": "OFF"}, None),
         ({}, ".cache/wds_tensorcache/indexes"),
     ],

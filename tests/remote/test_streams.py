@@ -79,15 +79,6 @@ def take(stream: Any, count: int) -> list[list[int]]:
     return taken
 
 
-def test_samples_are_those_of_the_files(server: HttpServer, folder: Path) -> None:
-    remote = list(tc.tarfile_to_samples()({"url": f"{server.url}/{shard}.tar"} for shard in range(len(SIZES))))
-    local = list(tc.tarfile_to_samples()({"url": str(folder / f"{shard}.tar")} for shard in range(len(SIZES))))
-    assert [sample["__url__"] for sample in remote][:6] == [f"{server.url}/0.tar"] * 5 + [f"{server.url}/1.tar"]
-    assert [{**sample, "__url__": None} for sample in remote] == [{**sample, "__url__": None} for sample in local]
-    pipeline = wds.DataPipeline(wds.SimpleShardList(pattern(server)), tc.tarfile_to_samples(), tc.decode())
-    assert [number for sample in pipeline for number in numbers_of(sample)] == list(range(COUNT))
-
-
 def test_requests_carry_the_tag_and_run_at_the_same_time(http_server: HttpServer, tmp_path: Path) -> None:
     content = tar_of(24, 1 << 20, tmp_path / "a.tar")
     url = http_server.put("a.tar", content)

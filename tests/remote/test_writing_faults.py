@@ -130,15 +130,12 @@ def test_a_store_that_ignores_conditions(
     assert not [key for key in puts if key.endswith((".tar", ".idx", "manifest.json"))]
 
 
-@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_a_folder_in_a_store_that_ignores_conditions_stays_as_it_was(
-    write_server: WriteServer, options: dict[str, bool]
-) -> None:
+def test_a_folder_in_a_store_that_ignores_conditions_stays_as_it_was(write_server: WriteServer) -> None:
     write(URL, 7)
     write_server.put("cache/manifest.json", b'{"wids_version": 1, "shardlist": []}')
     before = write_server.objects()
     write_server.script({"method": "PUT", "ignore": True, "times": -1})
-    assert "conditional" in str(_error_of(**options))
+    assert "conditional" in str(_error_of(overwrite=True))
     assert write_server.objects() == before
 
 
