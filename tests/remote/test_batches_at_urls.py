@@ -47,40 +47,22 @@ def local(folder: Path) -> Iterator[tc.TensorCache]:
         yield cache
 
 
-def assert_equal(left: Any, right: Any) -> None:
-    """Assert that two batches are equal bit for bit."""
-    assert type(left) is type(right)
-    if isinstance(left, dict):
-        assert list(left) == list(right)
-        for name, value in left.items():
-            assert_equal(value, right[name])
-    elif isinstance(left, torch.Tensor):
-        assert (left.shape, left.dtype) == (right.shape, right.dtype)
-        assert tensor_bytes(left) == tensor_bytes(right)
-    elif isinstance(left, (list, tuple)):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            assert_equal(one, other)
-    else:
-        assert repr(left) == repr(right)
-
-
 INDICES = [[3], list(range(23)), [22, 0, 22, 7, 7], ["004", "011"]]
 
 
 @pytest.mark.parametrize("indices", INDICES, ids=str)
 @pytest.mark.parametrize("collate", ["list", {"text": "pad"}, list], ids=str)
 def test_batches(cache: tc.TensorCache, local: tc.TensorCache, indices: list[Any], collate: Any) -> None:
-    assert_equal(local.read_batch(indices, collate=collate), cache.read_batch(indices, collate=collate))
+    assert_same(local.read_batch(indices, collate=collate), cache.read_batch(indices, collate=collate))
     if collate is not list:
-        assert_equal(local.read_tensors(indices, collate=collate), cache.read_tensors(indices, collate=collate))
+        assert_same(local.read_tensors(indices, collate=collate), cache.read_tensors(indices, collate=collate))
 
 
 def test_stacked_batches(cache: tc.TensorCache, local: tc.TensorCache) -> None:
     names = ["latent", "bits.*", "array", "when"]
     for indices in INDICES:
-        assert_equal(local.select(names).read_batch(indices), cache.select(names).read_batch(indices))
-        assert_equal(local.read_tensors(indices, collate="auto"), cache.read_tensors(indices, collate="auto"))
+        assert_same(local.select(names).read_batch(indices), cache.select(names).read_batch(indices))
+        assert_same(local.read_tensors(indices, collate="auto"), cache.read_tensors(indices, collate="auto"))
     with pytest.raises(tc.BatchError, match="'text'"):
         cache.read_batch([0, 1])
 
@@ -174,7 +156,7 @@ def test_mixed_places(server: HttpServer, folder: Path, local: tc.TensorCache) -
     sources[1], sources[3] = f"{server.url}/small/001.tar", f"{server.url}/small/003.tar"
     with tc.open(sources) as mixed:
         for indices in INDICES:
-            assert_equal(local.read_batch(indices, collate="list"), mixed.read_batch(indices, collate="list"))
+            assert_same(local.read_batch(indices, collate="list"), mixed.read_batch(indices, collate="list"))
         server.log()
         mixed.read_batch([0, 1, 12], collate="list")["prompt"].tolist()
         assert not server.log()
@@ -215,7 +197,7 @@ def test_a_changed_shard(changing: tuple[Path, str], change: str) -> None:
     ):
         with pytest.raises(tc.FormatError, match=r"changing/000.tar: .*the shard was changed.*open it again"):
             read()
-    assert_equal(before["latent"], [SMALL[i]["latent"] for i in range(5)])
+    assert_same(before["latent"], [SMALL[i]["latent"] for i in range(5)])
     assert_same(SMALL[7], cache[7])
 
 
@@ -256,7 +238,7 @@ def test_forked_children(cache: tc.TensorCache, local: tc.TensorCache) -> None:
     expected = local.read_batch([3, 9, 20], collate="list")
 
     def work() -> None:
-        assert_equal(expected, cache.read_batch([3, 9, 20], collate="list"))
+        assert_same(expected, cache.read_batch([3, 9, 20], collate="list"))
 
     work()  # with threads and connections of the parent
     for _ in range(3):
@@ -273,4 +255,4 @@ def test_torch_loader(cache: tc.TensorCache, local: tc.TensorCache, method: str)
     cache.read_batch([0], collate="list")
     found = list(tc.torch_loader(cache, num_workers=1, multiprocessing_context=method, **options))
     for one, other in zip(tc.torch_loader(local, **options), found, strict=True):
-        assert_equal(one, other)
+        assert_same(one, other)

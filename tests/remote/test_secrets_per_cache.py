@@ -205,13 +205,3 @@ def test_two_users(server: HttpServer, contents: list[dict[str, bytes]], tmp_pat
     assert {user_of(request.headers.get("authorization")) for request in requests} == {"alice:A", "bob:B", None}
     for request in requests:
         assert user_of(request.headers.get("authorization")) == users.get(request.path.split("/")[1])
-
-
-def test_a_later_cache_without_secrets(server: HttpServer) -> None:
-    check(tc.open(f"{server.url.replace('://', '://alice:A@')}/cache?rev=1"), 1, 0)
-    server.log()
-    check(tc.open(f"{server.url}/cache"), 0, 0)
-    check(tc.open(f"{server.url}/cache/000.tar"), 0, 0)
-    requests = server.log()
-    assert len(requests) > 3
-    assert not any("?" in request.path or "authorization" in request.headers for request in requests)

@@ -27,6 +27,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import socket
 import ssl
@@ -253,18 +254,18 @@ class _Server:
                 return fault
         return {}
 
-    def _find(self, name: str) -> tuple[int, float, str, bytes | Path] | None:
-        """Return length, time, tag and content of an object."""
-        if name in self.objects:
-            content, when, tag = self.objects[name]
-            return len(content), when, tag, content
+    def _find(self, name: str) -> tuple[bytes | mmap.mmap, float, str] | None:
+        """Return content, time and tag of an object."""
         folder = self.options["folder"]
-        if folder is not None:
-            path = Path(folder, name)
-            if path.is_file() and Path(folder).resolve() in path.resolve().parents:
-                status = path.stat()
-                return status.st_size, status.st_mtime, _tag(f"{status.st_size} {status.st_mtime_ns}".encode()), path
-        return None
+        if name in self.objects or folder is None:
+            return self.objects.get(name)
+        path = Path(folder, name)
+        if not path.is_file() or Path(folder).resolve() not in path.resolve().parents:
+            return None
+        status = path.stat()
+        with open(path, "rb") as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if status.st_size else b""
+        return content, status.st_mtime, _tag(f"{status.st_size} {status.st_mtime_ns}".encode())
 
     async def _answer(
         self,
@@ -287,7 +288,7 @@ class _Server:
         sent: dict[str, str | None] = {}
         begin, end, status = 0, 0, 200
         found = self._find(name)
-        content: bytes | Path = b""
+        content: bytes | mmap.mmap = b""
         if "redirect" in fault:
             status, sent["Location"] = fault.get("status", 302), fault["redirect"]
         elif "status" in fault:
@@ -300,7 +301,8 @@ class _Server:
         elif method not in ("GET", "HEAD", "POST"):
             status = 405
         else:
-            length, when, tag, content = found
+            content, when, tag = found
+            length = len(content)
             if options["etag"] == "length":
                 tag = f'"{length}"'
             if options["ranges"]:
@@ -366,29 +368,22 @@ class _Server:
     async def _send(
         self,
         writer: asyncio.StreamWriter,
-        content: bytes | Path,
+        content: bytes | mmap.mmap,
         begin: int,
         end: int,
         drip_s: float | None,
         entry: dict[str, Any],
     ) -> None:
-        with contextlib.ExitStack() as stack:
-            file = None if isinstance(content, bytes) else stack.enter_context(open(content, "rb", buffering=0))
-            while begin < end:
-                nbytes = min(end - begin, 1 if drip_s is not None else _PIECE)
-                await self._wait(nbytes)
-                if isinstance(content, bytes):
-                    piece = content[begin : begin + nbytes]
-                else:
-                    assert file
-                    piece = os.pread(file.fileno(), nbytes, begin)
-                writer.write(piece)
-                begin += nbytes
-                entry["nbytes"] += nbytes
-                if drip_s is not None:
-                    await asyncio.sleep(drip_s)
-                if begin < end:
-                    await writer.drain()
+        while begin < end:
+            nbytes = min(end - begin, 1 if drip_s is not None else _PIECE)
+            await self._wait(nbytes)
+            writer.write(content[begin : begin + nbytes])
+            begin += nbytes
+            entry["nbytes"] += nbytes
+            if drip_s is not None:
+                await asyncio.sleep(drip_s)
+            if begin < end:
+                await writer.drain()
 
     async def _wait(self, nbytes: int) -> None:
         """Wait until so many more bytes keep to the rate."""
