@@ -27,8 +27,7 @@ def url(http_server: HttpServer, tmp_path: Path) -> str:
     with tc.ShardWriter(tmp_path / "c", max_samples=1, fsync=False) as sink:
         for i in range(40):
             sink.write(f"{i}", {"x": torch.full((NBYTES,), i, dtype=torch.uint8)})
-    for path in (tmp_path / "c").iterdir():
-        http_server.put(f"c/{path.name}", path.read_bytes())
+    http_server.set(folder=tmp_path)
     return f"{http_server.url}/c"
 
 
@@ -78,12 +77,12 @@ def test_the_first_error_ends_the_rest(http_server: HttpServer, url: str, monkey
             cache.read_tensors(range(40))
 
 
-def test_many_callers(http_server: HttpServer, url: str) -> None:
+def test_many_callers(http_server: HttpServer, url: str, tmp_path: Path) -> None:
     """Callers with more requests than are in flight at a time: each gets its bytes or its error."""
     http_server.set(latency_s=0.05)
     with tc.open(url) as cache:
         cache.read_tensors(range(40))
-        http_server.delete("c/000039.tar")
+        (tmp_path / "c" / "000039.tar").unlink()
         wrong: list[object] = []
 
         def work(number: int) -> None:

@@ -19,13 +19,8 @@ SAMPLES = [small(i) for i in range(6)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cache(tmp_path_factory.mktemp("served") / "cache", SAMPLES, max_samples=100)
-
-
-@pytest.fixture(scope="module")
-def shard(folder: Path) -> bytes:
-    return (folder / "000.tar").read_bytes()
+def shard(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return (write_cache(tmp_path_factory.mktemp("cache"), SAMPLES, max_samples=100) / "000.tar").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -47,54 +42,51 @@ def sidecar(folder_of_bare: Path) -> bytes:
 
 
 @pytest.fixture
-def server(http_server: HttpServer) -> HttpServer:
-    return http_server
-
-
-@pytest.fixture
-def put(server: HttpServer) -> Callable[..., str]:
+def put(http_server: HttpServer) -> Callable[..., str]:
     """Put objects; return the url of the last one."""
 
     def put(**objects: bytes) -> str:
         url = ""
         for name, content in objects.items():
-            url = server.put("c/" + name.replace("_", "."), content)
-        server.log()
+            url = http_server.put("c/" + name.replace("_", "."), content)
+        http_server.log()
         return url
 
     return put
 
 
-def _log(server: HttpServer) -> list[tuple[str, str, str | None]]:
-    return [(request.method, request.path, request.range) for request in server.log()]
+def _log(http_server: HttpServer) -> list[tuple[str, str, str | None]]:
+    return [(request.method, request.path, request.range) for request in http_server.log()]
 
 
-def _gets(server: HttpServer) -> list[str]:
+def _gets(http_server: HttpServer) -> list[str]:
     """Return the paths of all requests but those for the state of an object."""
-    return [path for _, path, nbytes in _log(server) if nbytes != "bytes=0-0"]
+    return [path for _, path, nbytes in _log(http_server) if nbytes != "bytes=0-0"]
 
 
-def test_one_request(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+def test_one_request(http_server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
     url = put(a_tar=shard)
     cache = tc.open(url)
-    assert _log(server) == [("GET", "/c/a.tar", "bytes=-65536")]
+    assert _log(http_server) == [("GET", "/c/a.tar", "bytes=-65536")]
     assert list(cache.keys()) == [f"{i:03d}" for i in range(6)]
     assert cache.schema
-    assert not server.log()
+    assert not http_server.log()
     cache[3]["latent"].load()
-    assert len(server.log()) == 2  # the skeleton; the tensor
+    assert len(http_server.log()) == 2  # the skeleton; the tensor
 
 
-def test_the_length_is_guessed_from_the_manifest(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+def test_the_length_is_guessed_from_the_manifest(
+    http_server: HttpServer, put: Callable[..., str], shard: bytes
+) -> None:
     put(a_tar=shard)
     url = put(manifest_json=listing("a.tar", nbytes=len(shard), num_samples=6))
     cache = tc.open(url)
-    server.log()
+    http_server.log()
     assert cache.schema
-    assert _log(server) == [("GET", "/c/a.tar", f"bytes=-{(1 << 14) + 6 * 64}")]
+    assert _log(http_server) == [("GET", "/c/a.tar", f"bytes=-{(1 << 14) + 6 * 64}")]
 
 
-def test_a_long_index(server: HttpServer, put: Callable[..., str], tmp_path: Path) -> None:
+def test_a_long_index(http_server: HttpServer, put: Callable[..., str], tmp_path: Path) -> None:
     """An index that is longer than the first request takes a second one."""
     with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False) as sink:
         for i in range(900):
@@ -102,13 +94,13 @@ def test_a_long_index(server: HttpServer, put: Callable[..., str], tmp_path: Pat
     content = (tmp_path / "a-000000.tar").read_bytes()
     url = put(a_tar=content)
     cache = tc.open(url)
-    (first, second) = _log(server)
+    (first, second) = _log(http_server)
     assert first == ("GET", "/c/a.tar", "bytes=-65536")
     assert str(second[2]).endswith(f"-{len(content) - 65536 - 1}")
     assert cache[899] == {"x": 899}
 
 
-def test_a_hostile_length(server: HttpServer, put: Callable[..., str]) -> None:
+def test_a_hostile_length(http_server: HttpServer, put: Callable[..., str]) -> None:
     """A trailer that claims almost all of a large shard as its index fetches nothing more."""
     nbytes = 80 << 20
     trailer = struct.pack("<QQQQ8s", nbytes - 40 - 2048, 1024, nbytes, 0, b"tcindex1")
@@ -117,22 +109,24 @@ def test_a_hostile_length(server: HttpServer, put: Callable[..., str]) -> None:
         tc.FormatError, match=r"a.tar: byte 2048: the index has 83,.* bytes, expected at most a quarter"
     ):
         tc.open(url)
-    assert sum(request.nbytes for request in server.log()) == 1 << 16
+    assert sum(request.nbytes for request in http_server.log()) == 1 << 16
 
 
-def test_a_sidecar(server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes) -> None:
+def test_a_sidecar(http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes) -> None:
     put(a_tar_index=sidecar)
     url = put(a_tar=bare)
     cache = tc.open(url)
-    assert list(dict.fromkeys(_gets(server))) == ["/c/a.tar", "/c/a.tar.index"]
+    assert list(dict.fromkeys(_gets(http_server))) == ["/c/a.tar", "/c/a.tar.index"]
     lazy = cache[3]["latent"]
-    server.log()
+    http_server.log()
     assert_same(SAMPLES[3]["latent"], lazy)
-    assert len(server.log()) == 1
+    assert len(http_server.log()) == 1
     assert_same(SAMPLES[3]["text"], cache[3]["text"])
 
 
-def test_a_sidecar_of_another_state(server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes) -> None:
+def test_a_sidecar_of_another_state(
+    http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes
+) -> None:
     """A shard of the same length is told apart by its headers, since its tag tells nothing about the sidecar."""
     other = bare.replace(b"000.safetensors", b"00x.safetensors", 1)
     assert other != bare
@@ -143,18 +137,18 @@ def test_a_sidecar_of_another_state(server: HttpServer, put: Callable[..., str],
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_an_index_folder(
-    server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, is_local: bool, tmp_path: Path
+    http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, is_local: bool, tmp_path: Path
 ) -> None:
     url = put(a_tar=bare)
     if is_local:
         (tmp_path / "a.tar.index").write_bytes(sidecar)
         indexes: str | Path = tmp_path
     else:
-        indexes = server.put("elsewhere/indexes/a.tar.index", sidecar).rpartition("/")[0]
-        server.log()
+        indexes = http_server.put("elsewhere/indexes/a.tar.index", sidecar).rpartition("/")[0]
+        http_server.log()
     with tc.open(url, index_folder=indexes) as cache:
         sidecar_gets = [] if is_local else ["/elsewhere/indexes/a.tar.index"]
-        assert list(dict.fromkeys(_gets(server))) == [*sidecar_gets, "/c/a.tar"]  # headers
+        assert list(dict.fromkeys(_gets(http_server))) == [*sidecar_gets, "/c/a.tar"]  # headers
         assert_same(SAMPLES, list(cache))
         if is_local:
             os.truncate(tmp_path / "a.tar.index", 1 << 40)  # sparse: more than fits into memory
@@ -162,16 +156,16 @@ def test_an_index_folder(
                 tc.open(url, index_folder=indexes)[0]
         # the index need not be in the folder
         put(b_tar=bare)
-        assert_same(SAMPLES[1], tc.open(f"{server.url}/c/b.tar", index_folder=indexes)[1])
+        assert_same(SAMPLES[1], tc.open(f"{http_server.url}/c/b.tar", index_folder=indexes)[1])
 
 
-def test_no_suffix_ranges(server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
-    server.set(suffix_ranges=501)
+def test_no_suffix_ranges(http_server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+    http_server.set(suffix_ranges=501)
     with tc.open(put(a_tar=shard)) as cache:
         assert_same(SAMPLES, list(cache))
 
 
-def test_a_scan(server: HttpServer, put: Callable[..., str], bare: bytes, tmp_path: Path) -> None:
+def test_a_scan(http_server: HttpServer, put: Callable[..., str], bare: bytes, tmp_path: Path) -> None:
     """A shard without an index is read in large pieces."""
     with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False, footer=False) as sink:
         for i in range(400):
@@ -179,7 +173,7 @@ def test_a_scan(server: HttpServer, put: Callable[..., str], bare: bytes, tmp_pa
     content = (tmp_path / "a-000000.tar").read_bytes()
     url = put(a_tar=content)
     cache = tc.open(url)
-    requests = server.log()
+    requests = http_server.log()
     assert len(requests) <= 3 + 3 * len(content) // (1 << 22)
     assert sum(request.nbytes for request in requests) < 1.1 * len(content)
     assert cache[399]["x"] == 399
@@ -191,46 +185,46 @@ def test_a_scan(server: HttpServer, put: Callable[..., str], bare: bytes, tmp_pa
         tc.open(put(b_tar=b""))
 
 
-def test_many_indexes(server: HttpServer, put: Callable[..., str], shard: bytes, bare: bytes) -> None:
+def test_many_indexes(http_server: HttpServer, put: Callable[..., str], shard: bytes, bare: bytes) -> None:
     """With and without an index, more shards than there are threads."""
     put(**{f"{i:03d}_tar": bare if i % 30 == 3 else shard for i in range(100)})
-    with tc.open(f"{server.url}/c/{{000..099}}.tar") as cache:
+    with tc.open(f"{http_server.url}/c/{{000..099}}.tar") as cache:
         assert len(cache) == 600
         assert_same(SAMPLES[3], cache[3 * 6 + 3])
-    server.delete("c/050.tar")
-    server.put("c/070.tar", b"something else" * 1000)
+    http_server.delete("c/050.tar")
+    http_server.put("c/070.tar", b"something else" * 1000)
     with pytest.raises(tc.MissingShardError, match="c/050.tar: the shard does not exist"):
-        tc.open(f"{server.url}/c/{{000..099}}.tar")
-    server.put("c/050.tar", shard)
+        tc.open(f"{http_server.url}/c/{{000..099}}.tar")
+    http_server.put("c/050.tar", shard)
     with pytest.raises(tc.TarFormatError, match="c/070.tar: "):
-        tc.open(f"{server.url}/c/{{000..099}}.tar")
+        tc.open(f"{http_server.url}/c/{{000..099}}.tar")
 
 
 # --- indexes that are kept on disk
 
 
-def test_kept_indexes(server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path) -> None:
+def test_kept_indexes(http_server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path) -> None:
     kept, url = tmp_path / "kept", put(a_tar=shard)
     with tc.open(url, keep_indexes=kept) as cache:
         assert_same(SAMPLES, list(cache))
     (path,) = kept.iterdir()
     assert stat.S_IMODE(kept.stat().st_mode) & 0o077 == 0
-    server.log()
+    http_server.log()
     with tc.open(url, keep_indexes=kept) as cache:
-        assert [nbytes for *_, nbytes in _log(server)] == ["bytes=0-0"]
+        assert [nbytes for *_, nbytes in _log(http_server)] == ["bytes=0-0"]
         assert_same(SAMPLES[3], cache[3])
-        assert all(request.method == "GET" for request in server.log())
+        assert all(request.method == "GET" for request in http_server.log())
     # another object under the same url, of the same length
     other = shard.replace(b"003.safetensors", b"004.safetensors", 1)
     put(a_tar=other)
     with tc.open(url, keep_indexes=kept):
-        assert [nbytes for *_, nbytes in _log(server)] == ["bytes=0-0", "bytes=-65536"]
+        assert [nbytes for *_, nbytes in _log(http_server)] == ["bytes=0-0", "bytes=-65536"]
     assert [*kept.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("damage", [0, 200, -1, "cut", "empty", "folder", "pickle", "long"], ids=str)
 def test_damaged_kept_indexes(
-    server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path, damage: int | str
+    http_server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path, damage: int | str
 ) -> None:
     kept, url = tmp_path / "kept", put(a_tar=shard)
     tc.open(url, keep_indexes=kept)
@@ -251,21 +245,21 @@ def test_damaged_kept_indexes(
             "pickle": b"cos\nsystem\n(S'false'\ntR.",
         }
         path.write_bytes(texts[str(damage)])
-    server.log()
+    http_server.log()
     with tc.open(url, keep_indexes=kept) as cache:
-        assert _gets(server) == ["/c/a.tar"]
+        assert _gets(http_server) == ["/c/a.tar"]
         assert_same(SAMPLES, list(cache))
 
 
 def test_an_index_from_a_sidecar_is_kept_once_it_was_compared(
-    server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, tmp_path: Path
+    http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, tmp_path: Path
 ) -> None:
     put(a_tar_index=sidecar)
     url = put(a_tar=bare)
     tc.open(url, keep_indexes=tmp_path)
-    server.log()
+    http_server.log()
     with tc.open(url, keep_indexes=tmp_path) as cache:
-        assert _gets(server) == []
+        assert _gets(http_server) == []
         assert_same(SAMPLES, list(cache))
 
 
