@@ -48,6 +48,12 @@ def blocks_requested(requests: list[tuple[str, int, int]]) -> Counter[tuple[str,
     )
 
 
+def test_a_read_of_no_bytes_makes_no_request(objects: Objects, path: Path) -> None:
+    file = cached(open_node_cache(path, None, objects.fetch), objects.add("a.tar", BLOCK))
+    assert file.read(5, 5) == b""
+    assert objects.requests() == []
+
+
 def test_processes_and_threads_request_each_block_once(objects: Objects, path: Path) -> None:
     """Four processes open the cache, four are forked from a reader, and six threads share it."""
     objects.latency_s = 0.002
