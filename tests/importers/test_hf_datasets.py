@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import wds_tensorcache as tc
 from tests.importers.chunked_samples import JPEG, PNG
-from tests.importers.damaged import count_errors, load_damaged
 from tests.importers.folders import imported
 from tests.same import assert_same
 
@@ -30,7 +28,6 @@ def features() -> Any:
             "latent": datasets.Array3D((4, 2, 2), "float32"),
             "states": datasets.Array2D((None, 3), "float16"),
             "tokens": datasets.Sequence(value("int64")),
-            "mask": datasets.Sequence(value("bool")),
             "nested": datasets.Sequence(datasets.Sequence(value("float32"))),
             "ragged": datasets.Sequence(datasets.Sequence(value("uint8"))),
             "gaps": datasets.Sequence(value("int32")),
@@ -54,7 +51,6 @@ def row(number: int) -> dict[str, Any]:
         "latent": torch.full((4, 2, 2), number / 3),
         "states": torch.full((number, 3), number).half(),
         "tokens": torch.arange(number),
-        "mask": torch.tensor([True] * number + [False]),
         "nested": torch.full((2, 3 + number), number / 7),  # all lists of one row are equally long
         "ragged": [torch.arange(2, dtype=torch.uint8), torch.arange(number + 1, dtype=torch.uint8)],
         "gaps": [1, None] if number == 1 else [1, 2],
@@ -87,7 +83,8 @@ def make(count: int, start: int = 0) -> Any:
 
 
 def test_every_kind_of_column(tmp_path: Path) -> None:
-    make(4).save_to_disk(tmp_path / "in")
+    """The lists of a column have one form, also if those of some rows, or of whole files, would be tensors."""
+    make(4).save_to_disk(tmp_path / "in", num_shards=4)
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert (report.format, report.unused) == ("hf-datasets", [])
     assert report.fingerprint["features"]["label"]["names"] == ["cat", "dog"]
@@ -101,15 +98,6 @@ def test_every_kind_of_column(tmp_path: Path) -> None:
         assert bytes(cache.read_members([3], "frames.1.png")[0]) == PNG
 
 
-def test_lists_have_one_form_in_all_rows(tmp_path: Path) -> None:
-    """Also if the lists of some rows, or of whole files, would be tensors."""
-    make(4).save_to_disk(tmp_path / "in", num_shards=4)
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert {type(value["ragged"]) for value in found.values()} == {list}
-    assert {type(value["gaps"]) for value in found.values()} == {list}
-    assert {type(value["nested"]) for value in found.values()} == {torch.Tensor}
-
-
 def test_splits_and_selected_rows(tmp_path: Path) -> None:
     every = make(5)
     parts = {"train": every, "test": every.select([4, 1]).rename_column("score", "points")}
@@ -119,21 +107,6 @@ def test_splits_and_selected_rows(tmp_path: Path) -> None:
     assert [found[f"test/{at:08d}"]["points"] for at in range(2)] == [1.0, 0.25]
     assert report.fingerprint["features"].keys() == {"train", "test"}
     assert report.unused == ["dataset_dict.json"]
-
-
-def test_latents_in_nested_lists(tmp_path: Path) -> None:
-    """As `map` stores arrays if no features are given."""
-    latents = np.random.default_rng(0).normal(size=(3, 4, 8, 8)).astype(np.float32)
-    dataset = datasets.Dataset.from_dict({"latent": list(latents), "id": ["a", "b", "c"]})
-    dataset.save_to_disk(tmp_path / "in")
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert_same(list(torch.from_numpy(latents)), [value["latent"] for value in found.values()])
-
-
-def write_stream(path: Path, table: Any, **options: Any) -> None:
-    with arrow.ipc.new_stream(str(path), table.schema, options=arrow.ipc.IpcWriteOptions(**options)) as stream:
-        for batch in table.to_batches(max_chunksize=1):
-            stream.write_batch(batch)
 
 
 def test_names_of_columns_with_pictures(tmp_path: Path) -> None:
@@ -168,34 +141,27 @@ def test_an_external_picture(tmp_path: Path) -> None:
     table = datasets.Dataset.from_file(str(path)).data.table
     pictures = arrow.array([{"bytes": None, "path": "/photos/a.jpg"}] * 2, table.schema.field("photo").type)
     table = table.set_column(table.schema.get_field_index("photo"), table.schema.field("photo"), pictures)
-    write_stream(tmp_path / "new", table)
+    with arrow.ipc.new_stream(str(tmp_path / "new"), table.schema) as stream:
+        stream.write_table(table)
     os.replace(tmp_path / "new", path)  # the file is still mapped
     with pytest.raises(tc.FormatError, match=r"/photos/a.jpg.*embed"):
         tc.import_cache(tmp_path / "in", tmp_path / "out")
 
 
-def test_damage_anywhere(tmp_path: Path) -> None:
-    make(5).save_to_disk(tmp_path / "in")
-    assert count_errors(tmp_path / "in", "hf-datasets") == (5, 0)
-    assert load_damaged(tmp_path / "in", tmp_path / "copy", "hf-datasets", 150) > 20
-
-
 def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     """Each is reported; the others are imported."""
-    make(2).save_to_disk(tmp_path / "in" / "good")
-    for name, change in {
-        "a": {"_data_files": [{"filename": "../../good/data-00000-of-00001.arrow"}]},
-        "b": None,
-    }.items():
-        make(1).save_to_disk(tmp_path / "in" / name)
-        path = tmp_path / "in" / name / "state.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), **change}) if change else "[" * 100_000)
-    make(1).save_to_disk(tmp_path / "in" / "c")
-    (first,) = (tmp_path / "in" / "c").glob("*.arrow")
+    folder = tmp_path / "in"
+    make(2).save_to_disk(folder / "good")
+    for name in "abcd":
+        make(1).save_to_disk(folder / name)
+    outside = {"_data_files": [{"filename": "../../good/data-00000-of-00001.arrow"}]}
+    state = folder / "a" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), **outside}))
+    (folder / "b" / "state.json").write_text("[" * 100_000)
+    (first,) = (folder / "c").glob("*.arrow")
     first.write_bytes(first.read_bytes()[:300])
-    make(1).save_to_disk(tmp_path / "in" / "d")
-    (tmp_path / "in" / "d").rename(tmp_path / "in" / "d::good")
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    (folder / "d").rename(folder / "d::good")
+    found, report = imported(folder, tmp_path / "out", on_error="skip")
     assert list(found) == ["good/00000000", "good/00000001"]
     reasons = {each.name: each.what for each in report.skipped}
     assert reasons.keys() == {f"{name}/state.json" for name in ("a", "b", "c", "d::good")}

@@ -15,7 +15,6 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.importers.chunked_samples import COUNT, JPEG, PNG, litdata_sample, write_litdata
-from tests.importers.damaged import load_damaged
 from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
@@ -63,17 +62,14 @@ FACTORY = {"default_factory_module": "gadget", "default_factory_name": "x", "dic
 @pytest.mark.parametrize(
     ("kind", "config", "message"),
     [
-        ("pickle", {}, "the kind 'pickle', which may run code.*--trust"),
-        ("pickle:1", {}, "may run code"),
+        ("pickle:1", {}, "the kind 'pickle.*', which may run code.*--trust"),
         ("graph", {}, "the kind 'graph', which may run code"),
         ("str", {"data_spec": spec_of("collections.defaultdict", FACTORY)}, "contain a 'collections.defaultdict'"),
         ("str", {"data_spec": spec_of("os.system")}, "contain a 'os.system'"),
         ("str", {"encryption": {"algorithm": "fernet"}}, "encrypted"),
         ("str", {"item_loader": "ParquetLoader"}, "ParquetLoader"),
-        ("str", {"item_loader": "TokensLoader"}, "TokensLoader"),
         ("str", {"data_spec": "nonsense"}, "cannot be opened"),
         ("str", {"data_spec": "[" * 100_000}, "cannot be opened"),
-        ("str", {"data_format": [1]}, "cannot be opened"),
     ],
 )
 def test_indexes_that_are_refused(
@@ -140,10 +136,3 @@ def test_bad_samples_and_chunks(tmp_path: Path) -> None:
     assert "chunk-0-0.bin: is missing" in skipped.pop("missing/index.json")
     assert "damaged/index.json" in skipped
     assert all("cannot be decoded" in skipped[f"{name}/00000000"] for name in ("tensor", "no_header_numpy", "str"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("level", [None, "chunk", "batch", "sample"])
-def test_damage_anywhere(tmp_path: Path, level: str | None) -> None:
-    write_litdata(tmp_path / "in", **({"compression": "zstd", "compression_level": level} if level else {}))
-    assert load_damaged(tmp_path / "in", tmp_path / "copy", "litdata", 12) > 3

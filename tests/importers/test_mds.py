@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ import torch
 
 import wds_tensorcache as tc
 from tests.importers.chunked_samples import COUNT, JPEG, PNG, import_streaming, mds_sample, write_mds
-from tests.importers.damaged import load_damaged
 from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", [None, "gz", "bz2", "zstd:5", "br", "snappy"])
+@pytest.mark.parametrize("codec", [None, "gz", "zstd:5"])
 def test_every_column_and_compression(tmp_path: Path, codec: str | None) -> None:
     write_mds(tmp_path / "in", codec, 2500)
     before = sorted(os.listdir(tmp_path / "in"))
@@ -96,16 +94,13 @@ def test_latents_as_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "changes", "message"),
     [
-        ({"x": "pkl"}, {}, "column 'x' has the encoding 'pkl', which may run code.*--trust"),
-        ({"x": "pkl:1"}, {}, "may run code"),
+        ({"x": "pkl:1"}, {}, "column 'x' has the encoding 'pkl:1', which may run code.*--trust"),
         ({"x": "str", "y": "other"}, {}, "column 'y' has the encoding 'other'"),
         ({"x": "str"}, {"format": "jsonl"}, "expected mds"),
         ({"x": "str"}, {"version": 1}, "version 2"),
         ({"x": "str"}, {"raw_data": {"basename": "../shard.00000.mds"}}, "is missing"),
         ({"x": "str"}, {"column_sizes": ["1"]}, "cannot be opened"),
         ({"x": "str"}, {"samples": "1"}, "cannot be opened"),
-        ({"x": "str"}, {"raw_data": None}, "cannot be opened"),
-        ({"x": "str"}, {"column_names": None}, "cannot be opened"),
     ],
 )
 def test_indexes_that_are_refused(
@@ -163,11 +158,3 @@ def test_bad_samples(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert list(found) == ["good/00000000"]
     assert report.num_skipped == len(BAD) + 4
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("codec", "count"), [(None, 100), ("zstd", 40)])
-def test_damage_anywhere(tmp_path: Path, codec: str | None, count: int) -> None:
-    write_mds(tmp_path / "in", codec, 2500)
-    shutil.rmtree(tmp_path / "copy", ignore_errors=True)
-    assert load_damaged(tmp_path / "in", tmp_path / "copy", "mds", count) > count // 3
