@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
@@ -25,18 +26,50 @@ class Gadget:
         return os.system, ("touch hacked",)
 
 
+def write_files(folder: Path, count: int, bad: tuple[int, ...] = (), width: int = 300) -> Path:
+    """Write files of four kinds, of 16 bytes times `width`; those of `bad` are cut short."""
+    folder.mkdir()
+    for i in range(count):
+        arrays = {"latent": torch.full((4, width + i % 7), float(i)), "size": torch.tensor([i, 7])}
+        path = folder / f"photo {i:04d}.{('npz', 'pt', 'safetensors', 'npy')[i % 4]}"
+        if path.suffix == ".npz":
+            np.savez(path, **{key: value.numpy() for key, value in arrays.items()})
+        elif path.suffix == ".npy":
+            np.save(path, arrays["latent"].numpy())
+        elif path.suffix == ".safetensors":
+            safetensors.torch.save_file(arrays, path)
+        else:
+            torch.save({**arrays, "text": f"é {i}", "many": [torch.ones(2)] * (i % 5)}, path)
+        if i % 9 == 0:
+            path.with_suffix(".txt").write_text(f"a caption {i}")
+        if i in bad:
+            path.write_bytes(path.read_bytes()[:700])
+    return folder
+
+
+def saved(value: Any, numpy: bool = False) -> bytes:
+    """Return the file that `torch.save` or `numpy.save` writes."""
+    out = io.BytesIO()
+    np.save(out, value) if numpy else torch.save(value, out)
+    return out.getvalue()
+
+
+def save(value: Any, path: Path) -> Any:
+    """Write a file with `torch.save`; return the value."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, path)
+    return value
+
+
 def write_tar(path: Path, members: dict[str, Any]) -> None:
     """Write a tar of members, which are bytes, or arrays for `numpy.save`."""
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
-            raw = io.BytesIO(content if isinstance(content, bytes) else b"")
-            if not isinstance(content, bytes):
-                np.save(raw, content)
+            raw = content if isinstance(content, bytes) else saved(content, numpy=True)
             member = tarfile.TarInfo(name)
-            member.size = len(raw.getvalue())
-            raw.seek(0)
-            archive.addfile(member, raw)
+            member.size = len(raw)
+            archive.addfile(member, io.BytesIO(raw))
 
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Any]:
@@ -62,11 +95,12 @@ def assert_samples(expected: dict[str, Any], found: dict[str, Any]) -> None:
 
 def assert_left_out(source: Path, bad: str, message: str, good: Iterable[str], **options: Any) -> None:
     """Assert that a file or sample stops the import, which names it, and can be left out."""
+    out = f"{source} {len(list(source.parent.iterdir()))}"
     with pytest.raises(tc.FormatError, match=message) as caught:
-        tc.import_cache(source, f"{source} stopped", **options)
+        tc.import_cache(source, f"{out} stopped", **options)
     assert bad in str(caught.value)
     assert len(str(caught.value)) < 2000
-    found, report = imported(source, Path(f"{source} skipped"), on_error="skip", **options)
+    found, report = imported(source, Path(f"{out} skipped"), on_error="skip", **options)
     assert sorted(found) == sorted(good)
     assert any(bad in (skipped.name, *skipped.files) for skipped in report.skipped)
 

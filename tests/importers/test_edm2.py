@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import zipfile
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import imported
+from tests.importers.folders import imported, saved
 from tests.same import assert_same
 
 
@@ -23,16 +22,10 @@ def moments_of(count: int) -> list[torch.Tensor]:
     return [torch.cat([torch.randn(4, 6, 6), torch.rand(4, 6, 6) + 0.1]) for _ in range(count)]
 
 
-def npy(tensor: torch.Tensor) -> bytes:
-    out = io.BytesIO()
-    np.save(out, tensor)  # the program passes a tensor
-    return out.getvalue()
-
-
 def files_of(moments: list[torch.Tensor], labels: list[Any] | None) -> dict[str, bytes]:
     """Return the files that `encode` writes, in its order."""
     names = [f"{f'{number:08d}'[:5]}/img-mean-std-{number:08d}.npy" for number in range(len(moments))]
-    files = {name: npy(each) for name, each in zip(names, moments, strict=True)}
+    files = {name: saved(each, numpy=True) for name, each in zip(names, moments, strict=True)}
     listed = None if labels is None else [[name, label] for name, label in zip(names, labels, strict=True)]
     return {**files, "dataset.json": json.dumps({"labels": listed}).encode()}
 
@@ -80,10 +73,8 @@ def test_other_labels(tmp_path: Path) -> None:
     for number in range(2):
         for prefix in ("none", "folder"):
             assert_same({"moments": moments[number]}, found[f"{prefix}/{name_of(number)}"])
-    expected = torch.from_numpy(
-        np.array([[0.5, 1.0], [2, -0.1]]).astype(np.float32)
-    )  # as the dataset of the program does
-    assert_same(expected[1].clone(), found[f"vectors/{name_of(1)}"]["label"])
+    expected = torch.from_numpy(np.array([2, -0.1]).astype(np.float32))  # as the dataset of the program does
+    assert_same(expected, found[f"vectors/{name_of(1)}"]["label"])
 
 
 def test_pictures_of_repa(tmp_path: Path) -> None:
@@ -115,47 +106,34 @@ def changed(name: str, content: bytes | None) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if content is not None}
 
 
+OBJECTS = b"\x93NUMPY\x01\x00v\x00" + b"{'descr': '|O', 'fortran_order': False, 'shape': (8, 6, 6)}".ljust(117) + b"\n"
 BAD: dict[str, tuple[dict[str, bytes], str, int]] = {
     "text": (changed(FIRST, b"hello, world"), "img-mean-std-00000000", 1),
-    "one channel": (changed(FIRST, npy(torch.ones(1, 6, 6))), r"expected means and deviations", 1),
-    "objects": (
-        changed(
-            FIRST,
-            b"\x93NUMPY\x01\x00v\x00"
-            + b"{'descr': '|O', 'fortran_order': False, 'shape': (8, 6, 6)}".ljust(117)
-            + b"\n",
-        ),
-        "pickled",
-        1,
-    ),
+    "one channel": (changed(FIRST, saved(torch.ones(1, 6, 6), numpy=True)), r"expected means and deviations", 1),
+    "objects": (changed(FIRST, OBJECTS), "pickled", 1),
     "no label": (changed("dataset.json", json.dumps({"labels": [[FIRST, 3]]}).encode()), "no label", 1),
     "label without a file": (changed(FIRST, None), "labels of 1 missing files", 1),
     "no JSON": (changed("dataset.json", b"{"), "dataset.json", 2),
-    "no labels": (changed("dataset.json", b"[]"), "dataset.json", 2),
     "deep JSON": (changed("dataset.json", b'{"labels": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "dataset.json", 2),
     "a fraction": (changed("dataset.json", json.dumps({"labels": [[FIRST, 3.5]]}).encode()), "dataset.json", 2),
-    "a text": (changed("dataset.json", json.dumps({"labels": [[FIRST, "3"]]}).encode()), "dataset.json", 2),
     "a huge label": (changed("dataset.json", json.dumps({"labels": [[FIRST, 10**30]]}).encode()), "dataset.json", 2),
 }
 
 
-@pytest.mark.parametrize("zipped", [False, True], ids=["folder", "zip"])
 @pytest.mark.parametrize(("files", "message", "num_found"), BAD.values(), ids=BAD)
-def test_bad_files(tmp_path: Path, zipped: bool, files: dict[str, bytes], message: str, num_found: int) -> None:
-    if zipped:
-        write_zip(tmp_path / "in" / "a.zip", files)
-    else:
-        write(tmp_path / "in", files)
-    with pytest.raises(tc.FormatError, match=message):
-        tc.import_cache(tmp_path / "in", tmp_path / "stopped")
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert (len(found), len(report.skipped)) == (num_found, 1)
+def test_bad_files(tmp_path: Path, files: dict[str, bytes], message: str, num_found: int) -> None:
+    write(tmp_path / "folder", files)
+    write_zip(tmp_path / "zip" / "a.zip", files)
+    for source in (tmp_path / "folder", tmp_path / "zip"):
+        with pytest.raises(tc.FormatError, match=message):
+            tc.import_cache(source, tmp_path / "stopped")
+        found, report = imported(source, tmp_path / f"{source.name} imported", on_error="skip")
+        assert (len(found), len(report.skipped)) == (num_found, 1)
 
 
 def test_files_that_are_not_used(tmp_path: Path) -> None:
     write_zip(tmp_path / "in" / "a.zip", {**GOOD, "00000/img00000000.png": b"", "notes.txt": b""})
-    write_zip(tmp_path / "in" / "b.zip", GOOD)
-    _, report = imported(tmp_path / "in", tmp_path / "out")
+    report = tc.import_cache(tmp_path / "in", tmp_path / "out")
     assert report.notes == ["2 files in a.zip were not used, for example '00000/img00000000.png', 'notes.txt'"]
 
 
@@ -183,7 +161,6 @@ def test_bad_zips(tmp_path: Path) -> None:
         f"damaged/{name_of(0)}",
     }
     assert "CRC" in skipped[f"damaged/{name_of(0)}"]
-    assert "damaged.zip" in skipped[f"damaged/{name_of(0)}"]
     assert "compressed" in skipped[f"compressed/{name_of(0)}"]
     assert "same name" in skipped["twice.zip"]
 

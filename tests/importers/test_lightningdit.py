@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import assert_left_out, assert_samples, imported
+from tests.importers.folders import assert_left_out, assert_samples, imported, saved
 from tests.same import assert_same
 
 NAME = "latents_rank{:02d}_shard{:03d}.safetensors"
@@ -55,38 +54,24 @@ def test_each_row_is_a_sample(tmp_path: Path) -> None:
 
 
 def test_other_dtypes_and_no_flips(tmp_path: Path) -> None:
-    tensors = {
-        "latents": torch.randn(2, 4, 3, 3).bfloat16(),
-        "labels": torch.tensor([3, 5]),
-        "seen": torch.tensor([True, False]),
-    }
+    labels, seen = torch.tensor([3, 5]), torch.tensor([True, False])
+    tensors = {"latents": torch.randn(2, 4, 3, 3).bfloat16(), "labels": labels, "seen": seen}
     save(tmp_path / "in" / NAME.format(0, 0), tensors)
     found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert_same(
-        {"latents": tensors["latents"][1], "seen": torch.tensor(False), "label": torch.tensor(5)},
-        found["latents_rank00_shard000/00001"],
-    )
+    expected = {"latents": tensors["latents"][1], "seen": torch.tensor(False), "label": torch.tensor(5)}
+    assert_same(expected, found["latents_rank00_shard000/00001"])
 
 
 def raw(tensors: dict[str, torch.Tensor]) -> bytes:
     return bytes(safetensors.torch.save(tensors))
 
 
-def saved(stats: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(stats, out)
-    return out.getvalue()
-
-
 ROWS = rows_of(3)
+NO_BYTES = torch.ones(10**12, 0)
 BAD = {
     "no labels": (raw({"latents": ROWS["latents"]}), "no tensors 'latents' and 'labels'"),
     "label too": (raw({**ROWS, "label": torch.tensor([1, 2, 3])}), "both a tensor 'label'"),
-    "fewer labels": (raw({**ROWS, "labels": ROWS["labels"][:2].clone()}), "different numbers of rows"),
-    "empty rows": (
-        raw({"latents": torch.ones(10**12, 0), "labels": torch.ones(10**12, 0)}),
-        r"labels are \[1000000000000, 0\]",
-    ),
+    "empty rows": (raw({"latents": NO_BYTES, "labels": NO_BYTES}), r"labels are \[1000000000000, 0\]"),
     "one label": (raw({**ROWS, "labels": torch.tensor(3)}), "different numbers of rows"),
     "no std": (saved({"mean": torch.ones(2)}), "expected a dict with 'mean' and 'std'"),
     "a list of statistics": (saved([1]), "expected a dict with 'mean' and 'std'"),
@@ -104,9 +89,8 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
 
 
 def test_a_bool_of_two_is_found_when_its_row_is_read(tmp_path: Path) -> None:
-    content = bytearray(
-        raw({"latents": torch.ones(2, 4, 3, 3), "labels": torch.tensor([3, 5]), "x": torch.tensor([True, True])})
-    )
+    flags = torch.tensor([True, True])
+    content = bytearray(raw({"latents": torch.ones(2, 4, 3, 3), "labels": torch.tensor([3, 5]), "x": flags}))
     content[-1] = 2
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / NAME.format(0, 0)).write_bytes(content)

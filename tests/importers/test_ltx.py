@@ -9,40 +9,16 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import assert_samples, format_of, imported
+from tests.importers.folders import assert_samples, format_of, imported, save
 from tests.same import assert_same
 
 
-def save(value: Any, path: Path) -> Any:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, path)
-    return value
-
-
 def latents(i: int) -> dict[str, Any]:
-    return {
-        "latents": torch.randn(128, 1 + i, 4, 6).bfloat16(),
-        "num_frames": 1 + i,
-        "height": 4,
-        "width": 6,
-        "fps": 24.5 + i,
-    }
-
-
-def old_latents(i: int) -> dict[str, Any]:
-    return {**latents(i), "latents": torch.randn((1 + i) * 24, 128).bfloat16(), "fps": 25}
+    return {"latents": torch.randn(128, 1 + i, 4, 6).bfloat16(), "num_frames": 1 + i, "fps": 24.5 + i}
 
 
 def conditions(i: int) -> dict[str, Any]:
-    return {
-        "video_prompt_embeds": torch.randn(3 + i, 64).bfloat16(),
-        "prompt_attention_mask": torch.ones(3 + i, dtype=torch.bool),
-        "audio_prompt_embeds": torch.randn(3 + i, 32).bfloat16(),
-    }
-
-
-def old_conditions(i: int) -> dict[str, Any]:
-    return {"prompt_embeds": torch.randn(16, 8), "prompt_attention_mask": torch.arange(16) > 10 - i}
+    return {"prompt_embeds": torch.randn(3 + i, 64).bfloat16(), "prompt_attention_mask": torch.arange(3 + i) > i}
 
 
 def test_parallel_folders(tmp_path: Path) -> None:
@@ -61,25 +37,23 @@ def test_parallel_folders(tmp_path: Path) -> None:
             sample["audio_latents"] = save(audio, root / "audio_latents" / f"{stem}.pt")
     (root / "latents" / "d.pt.tmp.1234").write_bytes(b"half")
     found, report = imported(tmp_path, tmp_path / "out")
-    assert report.format == "ltx"
-    assert report.ok
+    assert (report.format, report.ok) == ("ltx", True)
     assert_samples(expected, found)
     assert report.fingerprint["folders"] == ["audio_latents", "conditions", "latents", "mask", "reference_latents"]
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_old_names_and_shapes(tmp_path: Path, inside: bool) -> None:
+def test_old_names(tmp_path: Path, inside: bool) -> None:
     root = tmp_path / ".precomputed"
     expected = {
         f"latent_{i}": {
-            "latents": save(old_latents(i), root / "latents" / f"latent_{i}.pt"),
-            "conditions": save(old_conditions(i), root / "conditions" / f"condition_{i}.pt"),
+            "latents": save(latents(i), root / "latents" / f"latent_{i}.pt"),
+            "conditions": save(conditions(i), root / "conditions" / f"condition_{i}.pt"),
         }
         for i in range(3)
     }
     found, report = imported(root if inside else tmp_path, tmp_path / "out")
-    assert report.format == "ltx"
-    assert report.ok
+    assert (report.format, report.ok) == ("ltx", True)
     assert_samples(expected, found)
 
 
@@ -95,11 +69,10 @@ def test_several_data_sets_and_custom_folders(tmp_path: Path) -> None:
 
 def test_latents_alone(tmp_path: Path) -> None:
     expected = save(latents(1), tmp_path / ".precomputed" / "latents" / "a.pt")
-    found, _ = imported(tmp_path, tmp_path / "out")
-    assert_same({"a": {"latents": expected}}, found)
-    found, report = imported(tmp_path / ".precomputed", tmp_path / "again")
-    assert report.format == "ltx"
-    assert list(found) == ["a"]
+    for number, source in enumerate((tmp_path, tmp_path / ".precomputed")):
+        found, report = imported(source, tmp_path / f"{number}")
+        assert report.format == "ltx"
+        assert_same({"a": {"latents": expected}}, found)
     save(latents(1), tmp_path / "other" / "latents" / "a.pt")  # such folders exist in other formats
     assert format_of(tmp_path / "other") != "ltx"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import operator
 import os
 import pickle
 import shutil
@@ -18,7 +16,7 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of
-from tests.importers.folders import Gadget, imported, write_tar
+from tests.importers.folders import Gadget, imported, saved, write_tar
 from tests.same import assert_same
 
 JPEG = b"\xff\xd8\xff not a picture"
@@ -31,42 +29,35 @@ def write(path: Path, samples: dict[str, dict[str, Any]]) -> None:
             sink.write({"__key__": key, **members})
 
 
-def saved(value: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 def test_members_by_name(tmp_path: Path) -> None:
+    """A sample without tensors, between samples with them, has its members, too."""
     latent, text = np.random.default_rng(0).normal(size=(4, 8, 8)), torch.randn(7, 16).bfloat16()
     members = {"latent.npy": latent, "text.pth": text, "jpg": JPEG, "json": {"label": 3}, "txt": "a cat"}
-    write(tmp_path / "in" / "a.tar", {f"dir/k{i}": members for i in range(3)})
+    write(tmp_path / "in" / "a.tar", {"dir/k0": members, "dir/k1": {"jpg": JPEG, "txt": "b"}, "dir/k2": members})
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert report.format == "webdataset"
     assert list(found) == ["dir/k0", "dir/k1", "dir/k2"]
-    assert_same({"latent": torch.from_numpy(latent), "text": text}, found["dir/k1"])
+    assert_same({"latent": torch.from_numpy(latent), "text": text}, found["dir/k2"])
+    assert found["dir/k1"] == {}
     with tc.open(tmp_path / "out") as cache:
-        more = [cache.read_members([1], suffix)[0] for suffix in ("jpg", "json", "txt")]
+        more = [cache.read_members([2], suffix)[0] for suffix in ("jpg", "json", "txt")]
+        assert bytes(cache.read_members([1], "jpg")[0]) == JPEG
     assert [bytes(each) for each in more] == [JPEG, b'{"label": 3}', b"a cat"]
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 def test_links_are_reported(tmp_path: Path, kind: bytes) -> None:
     """GNU tar writes hard links for files that are one; without a report, the samples would just lack members."""
-    (tmp_path / "in").mkdir()
-    with tarfile.open(tmp_path / "in" / "a.tar", "w") as archive:
-        for key in ("a", "b"):
-            for suffix, content in (("pth", saved(torch.ones(2))), ("txt", b"a cat")):
-                member = tarfile.TarInfo(f"{key}.{suffix}")
-                if (key, suffix) == ("b", "txt"):
-                    member.type, member.linkname = kind, "a.txt"
-                member.size = len(content) if member.isreg() else 0
-                archive.addfile(member, io.BytesIO(content))
-    with pytest.raises(tc.FormatError, match=r"a\.tar: b\.txt: is a link"):
+    write(tmp_path / "in" / "a.tar", {key: {"pth": torch.ones(2), "txt": "a cat"} for key in ("a", "b")})
+    with tarfile.open(tmp_path / "in" / "a.tar", "a") as archive:
+        member = tarfile.TarInfo("b.jpg")
+        member.type, member.linkname = kind, "a.txt"
+        archive.addfile(member)
+    with pytest.raises(tc.FormatError, match=r"a\.tar: b\.jpg: is a link"):
         tc.import_cache(tmp_path / "in", tmp_path / "out")
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert list(found) == ["a", "b"]
-    assert [each.name for each in report.skipped] == ["a.tar: b.txt"]
+    assert [each.name for each in report.skipped] == ["a.tar: b.jpg"]
     assert not report.ok
 
 
@@ -87,11 +78,10 @@ def test_names_with_dots(tmp_path: Path) -> None:
     names = ["1.0", "1.5", "Track 2.0 (Clean)", "Track 2.0 (Dirty)", "plain"]
     write_tar(tmp_path / "in" / "a.tar", {f"{name}.npy": np.array(number) for number, name in enumerate(names)})
     found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.notes == [
-        "members that look like separate samples, in 2 samples: for example '1.0.npy', '1.5.npy', "
-        "'Track 2.0 (Clean).npy': in a WebDataset tar, a key ends at the first dot, so '1' has 2 of them; to keep them apart, "
-        "extract the tars, and import the folder with --format files (format=)"
-    ]
+    (note,) = report.notes
+    assert note.startswith("members that look like separate samples, in 2 samples: for example '1.0.npy', '1.5.npy', ")
+    assert "so '1' has 2 of them; " in note
+    assert "--format files" in note
     assert list(found) == ["1", "Track 2", "plain"]
     assert list(found["1"]) == ["0", "5"]
 
@@ -110,9 +100,7 @@ def test_equal_keys_in_several_tars(tmp_path: Path) -> None:
         write(tmp_path / "in" / f"s{number}.tar", {"k": {"npy": np.full(3, number)}})
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert {name: value.tolist() for name, value in found.items()} == {"s0/k": [0] * 3, "s1/k": [1] * 3}
-    assert report.notes == [
-        "several tars have the same 1 key, for example 'k', so all keys begin with the path of their tar"
-    ]
+    assert "the same 1 key, for example 'k'" in report.notes[0]
 
 
 def test_files_patterns_and_lists(tmp_path: Path) -> None:
@@ -137,10 +125,10 @@ def test_files_patterns_and_lists(tmp_path: Path) -> None:
     assert (result["num_written"], result["fingerprint"]["source"]) == (2, [first, second])
 
 
-@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt", "pth", "ckpt"])
+@pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt"])
 def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    raw = saved(Gadget()) if suffix in ("pt", "pth", "ckpt") else pickle.dumps({"x": 1, "y": Gadget()})
+    raw = saved(Gadget()) if suffix == "pt" else pickle.dumps({"x": 1, "y": Gadget()})
     write(tmp_path / "in" / "a.tar", {"good": {"npy": np.ones(3)}, "k": {suffix: raw}})
     with pytest.raises(tc.UnsafeSkeletonError, match=r"a.tar: sample 'k'.*system.*--trust"):
         tc.import_cache("in", "stopped")
@@ -151,28 +139,14 @@ def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.Mon
     assert Path("hacked").exists()
 
 
-@pytest.mark.parametrize("suffix", ["pyd", "pickle", "pkl"])
+@pytest.mark.parametrize("suffix", ["pyd", "pickle"])
 def test_pickles_of_arrays(tmp_path: Path, suffix: str) -> None:
     """As `.pyd` members of most people are: numpy's and torch's pickles name functions of these libraries."""
     value = {"latent": np.ones((2, 3), np.float32), "text": torch.randn(2, 3).bfloat16(), "size": np.float32(2)}
     value |= {"prompt": "a cat", "sizes": [(1, 2), 3.5, None], "raw": b"\0\xff"}
-    write(tmp_path / "in" / "a.tar", {"k": {suffix: value if suffix != "pkl" else pickle.dumps(value)}})
+    write(tmp_path / "in" / "a.tar", {"k": {suffix: value}})
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert_same({**value, "latent": torch.ones(2, 3)}, found["k"])
-
-
-class Sum:
-    def __reduce__(self) -> Any:
-        return operator.add, (1, 2)
-
-
-@pytest.mark.parametrize("value", [{"x": Sum()}, np.array([{"x": Sum()}, None])[:1]], ids=["class", "object array"])
-def test_trusted_pickles_of_other_classes(tmp_path: Path, value: Any) -> None:
-    write(tmp_path / "in" / "a.tar", {"k": {"pyd": value}})
-    with pytest.raises(tc.UnsafeSkeletonError, match=r"a.tar: sample 'k'.*member 'pyd'.*--trust"):
-        tc.import_cache(tmp_path / "in", tmp_path / "stopped")
-    found, _ = imported(tmp_path / "in", tmp_path / "out", trust=True)
-    assert found["k"] in ({"x": 3}, [{"x": 3}])
 
 
 def test_bad_tars(tmp_path: Path) -> None:
@@ -183,10 +157,12 @@ def test_bad_tars(tmp_path: Path) -> None:
     again = raw.replace(b"k2.b.npy", b"k2.a.npy").replace(b"k", b"t")
     (tmp_path / "in" / "twice.tar").write_bytes(fix_checksums(again))
     (tmp_path / "in" / "text.tar").write_bytes(b"hello")
+    write_tar(tmp_path / "in" / "unnamed.tar", {"k.npy": np.ones(3), "README": b""})
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert list(found) == ["k0", "k1", "t0", "t1"]
-    assert [each.name for each in report.skipped] == ["cut.tar", "text.tar", "twice.tar"]
+    assert list(found) == ["k0", "k1", "t0", "t1", "k"]
+    assert [each.name for each in report.skipped] == ["cut.tar", "text.tar", "twice.tar", "README"]
     assert "occurs twice" in report.skipped[2].what
+    assert "has no suffix" in report.skipped[3].what
 
 
 def test_a_short_cut_tar_alone(tmp_path: Path) -> None:
@@ -229,15 +205,6 @@ def fix_checksums(raw: bytes) -> bytes:
     return bytes(fixed)
 
 
-def test_text_and_pictures_alone(tmp_path: Path) -> None:
-    """A sample without tensors, between samples with them, has its members."""
-    write(tmp_path / "in" / "a.tar", {"k0": {"npy": np.ones(2), "txt": "a"}, "k1": {"jpg": JPEG, "txt": "b"}})
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert found["k1"] == {}
-    with tc.open(tmp_path / "out") as cache:
-        assert bytes(cache.read_members([1], "jpg")[0]) == JPEG
-
-
 def test_members_far_apart(tmp_path: Path) -> None:
     """Members of a sample need not be adjacent for an import."""
     names = ("k0.a.npy", "k1.a.npy", "k2.a.npy", "k0.b.npy", "k1.b.npy")
@@ -259,35 +226,13 @@ def test_shards_of_this_package_are_not_imported(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_foreign_safetensors_in_tars_are_no_cache(tmp_path: Path) -> None:
-    write(tmp_path / "in" / "a.tar", {"k": {"safetensors": b"", "txt": "a"}})
-    with pytest.raises(ValueError, match="no file, of 1, belongs to a known format; --list-formats .* use tc.build$"):
-        tc.import_cache(tmp_path / "in", tmp_path / "out")
-
-
-NAMES = ["dir name/photo (1).v2", "50%", "f" * 200, "plain"]
-
-
 @pytest.mark.parametrize("prefix", ["", "./"])
-def test_keys_that_are_safe_keys_stay(tmp_path: Path, prefix: str) -> None:
-    """As in a tar that `tensorcache export` has written, also if it was extracted and packed again by `tar -c .`."""
-    keys = [tc.safe_key(name) for name in NAMES]
-    write(tmp_path / "in" / "a.tar", {prefix + key: {"npy": np.ones(2)} for key in keys})
+def test_keys(tmp_path: Path, prefix: str) -> None:
+    """Safe keys stay, as in a tar that `tensorcache export` has written, also if `tar -c .` packed it again."""
+    names = ["dir name/photo (1).v2", "50%", "f" * 200, "plain"]
+    others = ["60%", "a,b", "%41", "a b%-" + 40 * "0", "%-" + 40 * "0", "/x/" + 35 * "x" + "%-" + 40 * "0"]
+    keys = list(map(tc.safe_key, names))
+    write(tmp_path / "in" / "a.tar", {key: {"npy": np.ones(2)} for key in [*(prefix + key for key in keys), *others]})
     tc.import_cache(tmp_path / "in", tmp_path / "out")
     with tc.open(tmp_path / "out") as cache:
-        assert list(cache.keys()) == keys
-
-
-def test_other_keys_become_safe_keys(tmp_path: Path) -> None:
-    names = ["50%", "a,b", "%41", "a b%-" + 40 * "0", "%-" + 40 * "0", "/x/" + 35 * "x" + "%-" + 40 * "0"]
-    write(tmp_path / "in" / "a.tar", {name: {"npy": np.ones(2)} for name in names})
-    tc.import_cache(tmp_path / "in", tmp_path / "out")
-    with tc.open(tmp_path / "out") as cache:
-        assert list(cache.keys()) == list(map(tc.safe_key, names))
-
-
-def test_names_without_a_suffix(tmp_path: Path) -> None:
-    write_tar(tmp_path / "in" / "a.tar", {"k.npy": np.ones(3), "README": b""})
-    found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
-    assert list(found) == ["k"]
-    assert "has no suffix" in report.skipped[0].what
+        assert list(cache.keys()) == keys + list(map(tc.safe_key, others))
