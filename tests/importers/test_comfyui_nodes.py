@@ -80,15 +80,12 @@ def test_what_is_saved_is_loaded(tmp_path: Path, nodes: ModuleType, lazy: bool) 
     assert_same(conditioning, loaded(nodes, found[1]))
 
 
-def test_imported_sets_can_be_loaded_and_saved_again(tmp_path: Path, nodes: ModuleType) -> None:
+def test_imported_sets_can_be_loaded(tmp_path: Path, nodes: ModuleType) -> None:
     latents, conditioning = make_set(5)
     save_set(tmp_path / "in", latents, conditioning, shard_size=2)
     imported(tmp_path / "in", tmp_path / "output" / "a")
-    first = run(nodes, "LoadTensorCache", folder_name="a", lazy=True)
-    run(nodes, "SaveTensorCache", latents=first[0], conditioning=first[1], folder_name="b")
-    second = run(nodes, "LoadTensorCache", folder_name="b", lazy=True)
-    assert_same(latents, loaded(nodes, second[0]))
-    assert_same(conditioning, loaded(nodes, second[1]))
+    found = run(nodes, "LoadTensorCache", folder_name="a", lazy=True)
+    assert_same([latents, conditioning], loaded(nodes, found))
 
 
 def test_loading_reads_no_tensor(tmp_path: Path, nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,54 +100,41 @@ def test_loading_reads_no_tensor(tmp_path: Path, nodes: ModuleType, monkeypatch:
 
     monkeypatch.setattr(tc.LazyTensor, "load", spy)
     found, conditions = nodes.load_training_set(str(tmp_path / "set"))
-    shapes = {
-        (each["samples"].shape, each["samples"].dtype, each["samples"].ndim, len(each["samples"])) for each in found
+    tensors = [each["samples"] for each in found]
+    assert {(each.shape, each.dtype, each.ndim, len(each)) for each in tensors} == {
+        (torch.Size([1, 4, 8, width]), torch.float32, 4, 1) for width in (8, 9, 10)
     }
-    assert shapes == {(torch.Size([1, 4, 8, width]), torch.float32, 4, 1) for width in (8, 9, 10)}
-    assert [each["samples"].numel() * each["samples"].element_size() for each in found[:2]] == [1024, 1152]
-    assert not found[0]["samples"].is_cuda
-    assert found[0]["samples"].device == torch.device("cpu")
-    assert isinstance(conditions[0][0][0], torch.Tensor)
+    assert [each.numel() * each.element_size() for each in tensors[:2]] == [1024, 1152]
+    assert tensors[0].device == torch.device("cpu")
     assert "shape=[1, 77, 5]" in repr(conditions[0][0][0])
     assert names == []
-    found[2]["samples"].to(torch.bfloat16)
+    tensors[2].to(torch.bfloat16)
     assert names == ["latents.samples"]
-    for each in found[:2]:  # nothing is kept
-        assert each["samples"].clone().equal(each["samples"].clone())
-        assert each["samples"].kept is None
+    assert tensors[0].clone().equal(tensors[0].clone())
+    assert tensors[0].kept is None  # nothing is kept
 
 
 def test_training_as_the_trainer_does(tmp_path: Path, nodes: ModuleType) -> None:
     """The node Train LoRA joins latents, copies and clones conditioning, and computes gradients outside of inference mode."""
-    latents, conditioning = make_set(4)
-    latents = [{"samples": torch.randn(1, 4, 8, 8)} for _ in latents]
+    _, conditioning = make_set(4)
+    latents = [{"samples": torch.randn(1, 4, 8, 8)} for _ in conditioning]
+    whole = torch.cat([each["samples"] for each in latents])
     run(nodes, "SaveTensorCache", latents=latents, conditioning=conditioning, folder_name="set")
     found, conditions = run(nodes, "LoadTensorCache", folder_name="set", lazy=True)
-    flat = [pair for condition in conditions for pair in condition]
     with torch.inference_mode():
-        batch = [each["samples"] if each["samples"].shape[0] == 1 else None for each in found]
-        batch = [each.to(torch.float64) for each in batch]
-        joined = torch.cat(batch, dim=0)
-        assert_same(torch.cat([each["samples"] for each in latents]).double(), joined)
+        assert_same(whole.double(), torch.cat([each["samples"].to(torch.float64) for each in found], dim=0))
+        rows = [each["samples"][0] for each in found]  # as in the node Resolution Bucket
+        assert_same(whole, torch.stack(rows, dim=0))
     with torch.inference_mode(False):
         weight = torch.ones(5, requires_grad=True)
-        more = flat[0][1].copy()
-        more["cross_attn"] = flat[0][0]
+        states, more = conditions[0][0]
+        more = {**more, "cross_attn": states}
         cloned = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in more.items()}
-        loss = (
-            (cloned["cross_attn"] * weight).sum()
-            + (flat[0][0].to(weight) @ weight).sum()
-            + (found[0]["samples"] * weight[0]).sum()
-        )
-        loss.backward()
+        loss = (cloned["cross_attn"] * weight).sum() + (states.to(weight) @ weight).sum()
+        (loss + (found[0]["samples"] * weight[0]).sum()).backward()
     expected = 2 * conditioning[0][0][0].sum(dim=(0, 1))
     expected[0] += latents[0]["samples"].sum()
     assert torch.allclose(weight.grad, expected, atol=1e-4)
-    buckets: dict[Any, list[torch.Tensor]] = {}
-    for each in found:  # the node Resolution Bucket
-        for row in range(each["samples"].shape[0]):
-            buckets.setdefault(each["samples"].shape[-2:], []).append(each["samples"][row])
-    assert_same(torch.cat([each["samples"] for each in latents]), torch.stack(*buckets.values(), dim=0))
 
 
 @pytest.mark.parametrize("inference", [True, False])
@@ -182,8 +166,6 @@ def test_copies_are_ordinary_tensors(tmp_path: Path, nodes: ModuleType) -> None:
     tensor = found[0][0]["samples"]
     assert np.array_equal(np.asarray(tensor), latents[0]["samples"].numpy())
     assert tensor.tolist() == latents[0]["samples"].tolist()
-    assert [row.shape for row in tensor] == [torch.Size([4, 8, 8])]
-    assert isinstance(tensor, torch.Tensor)
     assert torch.is_tensor(tensor)
     assert torch.equal(torch.nn.functional.interpolate(tensor, scale_factor=2.0)[:, :, ::2, ::2], latents[0]["samples"])
 
@@ -195,12 +177,10 @@ class HookGroup:
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (HookGroup(), "a HookGroup of"),
         (torch.ones(2).to_sparse(), "sparse"),
         ([{"deep": HookGroup()}], r"\['hooks'\]\[0\]\['deep'\] is a HookGroup"),
         ({HookGroup: 1}, "the key .* is a type"),
         (np.float32(1), "a float32 of numpy"),
-        (lambda: None, "a function of"),
     ],
 )
 def test_objects_are_refused_by_name(tmp_path: Path, nodes: ModuleType, value: Any, what: str) -> None:
@@ -232,7 +212,6 @@ def test_other_refusals(tmp_path: Path, nodes: ModuleType) -> None:
     with pytest.raises(FileExistsError, match=r"already contains a cache; enter another folder_name$"):
         nodes.save_training_set(path, latents[:1], conditioning[:1])
     assert len(nodes.load_training_set(path)[0]) == 2
-    assert "Resolution Bucket uses all of them at once" in nodes.LoadTensorCache.DESCRIPTION
     with tc.ShardWriter(tmp_path / "other") as writer:
         writer.write("a", {"latents": torch.ones(2)})
     with pytest.raises(ValueError, match="sample 'a' is not of a training set"):
@@ -241,13 +220,13 @@ def test_other_refusals(tmp_path: Path, nodes: ModuleType) -> None:
         nodes.load_training_set(str(tmp_path / "missing"))
 
 
-@pytest.mark.parametrize("name", ["../models", "..", "", ".", "a/../../x", "{tmp}/elsewhere"])
-def test_folders_outside_of_the_output_are_refused(tmp_path: Path, nodes: ModuleType, name: str) -> None:
+def test_folders_outside_of_the_output_are_refused(tmp_path: Path, nodes: ModuleType) -> None:
     latents, conditioning = make_set(2)
-    with pytest.raises(ValueError, match="folder_name"):
-        run(nodes, "SaveTensorCache", latents=latents, conditioning=conditioning, folder_name=name.format(tmp=tmp_path))
-    with pytest.raises(ValueError, match="folder_name"):
-        run(nodes, "LoadTensorCache", folder_name=name.format(tmp=tmp_path), lazy=True)
+    for name in ("../models", "..", "", ".", "a/../../x", f"{tmp_path}/elsewhere"):
+        with pytest.raises(ValueError, match="folder_name"):
+            run(nodes, "SaveTensorCache", latents=latents, conditioning=conditioning, folder_name=name)
+        with pytest.raises(ValueError, match="folder_name"):
+            run(nodes, "LoadTensorCache", folder_name=name, lazy=True)
     assert sorted(os.listdir(tmp_path)) == ["comfy", "output"]
     assert os.listdir(tmp_path / "output") == []
 

@@ -93,12 +93,10 @@ def test_bfloat16_and_no_elements(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"vae_latent_dtype": "object"}, "has the dtype 'object'"),
         ({"vae_latent_dtype": "load"}, "has the dtype 'load'"),
         ({"vae_latent_dtype": None}, "has the dtype None"),
         ({"vae_latent_shape": [-1, -960]}, "the shape"),
-        ({"vae_latent_shape": [1 << 40, 1 << 40]}, "1,920 bytes|7,680 bytes"),
-        ({"vae_latent_shape": [3]}, "has 7,680 bytes"),
+        ({"vae_latent_shape": [1 << 40, 1 << 40]}, "7,680 bytes"),
         ({"vae_latent_bytes": None}, "has 0 bytes"),
     ],
 )

@@ -17,18 +17,15 @@ from tests.cli.command import run
 from tests.importers.folders import assert_samples, imported
 from tests.same import assert_same
 
+MODEL = {"processor": "flux", "model_name": "black-forest-labs/FLUX.1-dev", "model_type": "flux"}
+
 
 def flux_data(i: int) -> dict[str, Any]:
     return {
         "latent": torch.randn(16, 4 + i, 6).half(),
         "clip_tokens": torch.arange(77)[None],
-        "clip_hidden": torch.randn(1, 768).bfloat16(),
-        "pooled_prompt_embeds": torch.randn(1, 768).bfloat16(),
-        "t5_tokens": torch.arange(9)[None],
         "prompt_embeds": torch.randn(1, 9, 32).bfloat16(),
-        "original_resolution": (640 + i, 480),
         "bucket_resolution": (512, 256 * (1 + i % 2)),
-        "crop_offset": (i, 0),
         "prompt": f"photo {i}",
         "image_path": f"/data/{i}.jpg",
         "bucket_id": i,
@@ -54,9 +51,8 @@ def write_cache(root: Path, count: int = 5, shard_size: int = 2, **options: Any)
     for at in range(0, count, shard_size):
         shards.append(f"metadata_shard_{at // shard_size:04d}.json")
         (root / shards[-1]).write_text(json.dumps(items[at : at + shard_size], indent=2))
-    described = {"processor": "flux", "model_name": "black-forest-labs/FLUX.1-dev", "model_type": "flux", **options}
     counts = {"total_items": count, "num_shards": len(shards), "shard_size": shard_size, "shards": shards}
-    (root / "metadata.json").write_text(json.dumps({**described, **counts}, indent=2))
+    (root / "metadata.json").write_text(json.dumps({**MODEL, **options, **counts}, indent=2))
     return samples
 
 
@@ -65,14 +61,7 @@ def test_pictures(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert (report.format, report.ok, report.unused) == ("nemo", True, [])
     assert_samples(expected, found)
-    assert report.fingerprint == {
-        "format": "nemo",
-        "source": str(tmp_path / "in"),
-        "processor": "flux",
-        "model_name": "black-forest-labs/FLUX.1-dev",
-        "model_type": "flux",
-        "max_pixels": 65536,
-    }
+    assert report.fingerprint == {"format": "nemo", "source": str(tmp_path / "in"), **MODEL, "max_pixels": 65536}
 
 
 def test_moved_caches(tmp_path: Path) -> None:
@@ -85,21 +74,14 @@ def test_moved_caches(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert report.ok
     assert_samples(expected, found)
-    assert report.fingerprint["caches"] == {
-        name: {"processor": "flux", "model_name": "black-forest-labs/FLUX.1-dev", "model_type": "flux"}
-        for name in ("one", "two/deep")
-    }
+    assert report.fingerprint["caches"] == {"one": MODEL, "two/deep": MODEL}
 
 
 def video_data(i: int) -> dict[str, Any]:
     return {
-        "text_embeddings": torch.randn(1, 5 + i, 32).bfloat16(),
-        "video_latents": torch.randn(1, 16, 2, 4, 4).bfloat16(),
+        "video_latents": torch.randn(1, 16, 2, 4, 4 + i).bfloat16(),
         "first_frame": torch.randint(0, 255, (4, 4, 3), dtype=torch.uint8),
         "metadata": {"caption": f"clip {i}", "sizes": [1, 2]},
-        "original_filename": f"{i}.mp4",
-        "deterministic_latents": True,
-        "num_frames": 9,
     }
 
 
@@ -115,12 +97,10 @@ def test_meta_files(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert (report.format, report.ok) == ("nemo", True)
     assert_same(expected, found)
-
-
-def test_meta_files_of_other_programs(tmp_path: Path) -> None:
-    (tmp_path / "a.meta").write_text("fileFormatVersion: 2")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.meta").write_text("fileFormatVersion: 2")  # of another program
     with pytest.raises(ValueError, match="belongs to a known format"):
-        tc.import_cache(tmp_path, tmp_path / "out")
+        tc.import_cache(tmp_path / "other", tmp_path / "none")
 
 
 def test_files_out_of_the_folder_are_not_read(tmp_path: Path) -> None:
@@ -160,7 +140,7 @@ def test_files_that_are_missing_or_not_listed(tmp_path: Path) -> None:
     assert report.skipped[-1].what == f"{names[4]}: {names[4]}.pt: contains list, expected a dict"
 
 
-@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"a": ', "7", "\ud800", '{"shards": ["metadata.json"]}'])
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "7", "\ud800", '{"shards": ["metadata.json"]}'])
 def test_bad_json(tmp_path: Path, content: str) -> None:
     write_cache(tmp_path / "in")
     good = write_cache(tmp_path / "in" / "good")
