@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -28,17 +27,16 @@ def names_in(folder: Path) -> list[str]:
         return [cache.original_name(key) for key in list(cache.keys())]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_index_keeps_names(tmp_path: Path, workers: int) -> None:
-    names = sorted(["ф" * 14, "写" * 40, LONG, *(f"Фото {i} " + "я" * 30 for i in range(300))])
-    said = run("import", save(tmp_path / "in", names), tmp_path / "out", "--workers", workers)
-    assert "302 of 303 keys have a hash in place of a name" in said.stderr
+def test_the_index_keeps_names(tmp_path: Path) -> None:
+    names = sorted(["ф" * 14, "写" * 40, LONG, *(f"Фото {i} " + "я" * 30 for i in range(130))])
+    said = run("import", save(tmp_path / "in", names), tmp_path / "out", "--workers", 2)  # several shards
+    assert "132 of 133 keys have a hash in place of a name" in said.stderr
     assert "cache.original_name(key) returns the name" in said.stderr
     assert names_in(tmp_path / "out") == names
     with tc.open(tmp_path / "out") as cache:
         assert [int(cache[tc.safe_key(name)]) for name in (names[0], LONG)] == [0, names.index(LONG)]
     found = json_of("import", tmp_path / "in", tmp_path / "out", "--resume")
-    assert (found["num_present"], found["num_hashed"]) == (303, 0)
+    assert (found["num_present"], found["num_hashed"]) == (133, 0)
 
 
 def test_keys_of_earlier_versions_are_found(tmp_path: Path) -> None:
