@@ -274,6 +274,8 @@ def test_a_folder_with_another_cache(tmp_path: Path, resume: bool) -> None:
         tc.import_cache(tmp_path / "0.npy", tmp_path / "out", resume=resume)
     assert len(tc.open(tmp_path / "out")) == 1
     tc.import_cache(tmp_path / "0.npy", tmp_path / "out" / "val-%06d.tar", resume=resume)  # chosen by name
+    with pytest.raises(FileExistsError, match=r"val-000000\.tar exists; .*--resume"):
+        tc.import_cache(tmp_path / "0.npy", tmp_path / "out" / "val-%06d.tar")
 
 
 def test_a_file_that_changes_during_the_import(tmp_path: Path) -> None:

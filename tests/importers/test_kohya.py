@@ -113,7 +113,7 @@ def test_old_file_names(tmp_path: Path, model: str | None, name: str) -> None:
 
 
 def test_each_resolution_is_a_sample(tmp_path: Path) -> None:
-    """Resolutions in use and dead ones cannot be told apart: none is lost."""
+    """Resolutions in use and dead ones cannot be told apart: none is lost, and batches and buckets work."""
     folder = tmp_path / "in"
     path = folder / "a_1024x1024_flux.npz"
     expected = {"_64x64": save_latents(path, (16, 64, 64), end="_64x64", alpha=True)}
@@ -135,6 +135,9 @@ def test_each_resolution_is_a_sample(tmp_path: Path) -> None:
         assert_same(tensors(entries), {name: found[f"a{end}"][name] for name in entries})
         assert_same(tensors(text), found[f"a{end}"]["text"])
     assert_complete(all_arrays(folder), found.values(), copies=True)
+    cache = tc.open(tmp_path / "out").select(["latents", "text.t5_out"])
+    shapes = {batch["latents"].shape[1:] for batch in tc.Loader(cache, 2, bucket_by="latents", collate="pad")}
+    assert shapes == {(16, 64, 64), (16, 8, 32), (16, 128, 128)}
 
 
 @pytest.mark.parametrize(

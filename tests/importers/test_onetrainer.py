@@ -137,6 +137,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     for i, word in enumerate(["is missing", "expected a dict", "expected a zip"]):
         assert word in what[f"photo {i}"]
         assert f"variation-0/{i}.pt" in what[f"photo {i}"]
-    torch.save([Gadget()], folder / "aggregate.pt")
-    with pytest.raises(ValueError, match=r"has no samples.*--trust"):
-        tc.import_cache(tmp_path / "in", tmp_path / "none", on_error="skip")
+    for content, word in (([Gadget()], "--trust"), ([1], "not a list of dicts")):
+        save(content, folder / "aggregate.pt")
+        with pytest.raises(ValueError, match=f"has no samples.*{word}"):
+            tc.import_cache(tmp_path / "in", tmp_path / "none", on_error="skip")

@@ -88,7 +88,6 @@ def test_a_folder_that_grows(tmp_path: Path) -> None:
     source = write_files(tmp_path / "in", 40, bad=(5,))
     run("import", source, tmp_path / "out", "--on-error", "skip", "--max-samples", 8, status=1)
     whole = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.tar")}
-    assert "--resume" in run("import", source, tmp_path / "out", status=2).stderr
     (tmp_path / "out" / "000002.tar").unlink()
     (tmp_path / "out" / "000002.idx").unlink()
     run("import", source, tmp_path / "out", "--on-error", "skip", "--max-samples", 8, "--resume", status=1)
