@@ -224,6 +224,9 @@ def test_shards_of_this_package_are_not_imported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"in is a cache already: deep/a\.tar is .*tc\.open.* merge.* reshard"):
         tc.import_cache(tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    write(tmp_path / "foreign" / "a.tar", {"k": {"safetensors": b"", "txt": "a"}})  # without a skeleton
+    with pytest.raises(ValueError, match="belongs to a known format"):
+        tc.import_cache(tmp_path / "foreign", tmp_path / "out")
 
 
 @pytest.mark.parametrize("prefix", ["", "./"])
