@@ -42,8 +42,7 @@ def test_parallel_folders(tmp_path: Path) -> None:
     assert report.fingerprint["folders"] == ["audio_latents", "conditions", "latents", "mask", "reference_latents"]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_old_names(tmp_path: Path, inside: bool) -> None:
+def test_old_names(tmp_path: Path) -> None:
     root = tmp_path / ".precomputed"
     expected = {
         f"latent_{i}": {
@@ -52,7 +51,7 @@ def test_old_names(tmp_path: Path, inside: bool) -> None:
         }
         for i in range(3)
     }
-    found, report = imported(root if inside else tmp_path, tmp_path / "out")
+    found, report = imported(tmp_path, tmp_path / "out")
     assert (report.format, report.ok) == ("ltx", True)
     assert_samples(expected, found)
 
