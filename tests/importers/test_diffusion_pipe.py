@@ -161,7 +161,6 @@ HOSTILE = {
     "gap": "UPDATE shard_0 SET size = size - 1 WHERE rowid = 1",
     "beyond the end": "UPDATE shard_0 SET size = size + 100 WHERE rowid = 2",
     "text": "UPDATE shard_0 SET size = 'x'",
-    "float": "UPDATE shard_0 SET size = size + 0.5",
     "unknown shard": "UPDATE items SET shard = 99",
     "an item twice": "UPDATE items SET shard_index = 0",
     "missing items": "DELETE FROM items WHERE rowid = 1",
