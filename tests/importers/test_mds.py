@@ -155,9 +155,13 @@ def test_bad_samples(tmp_path: Path) -> None:
     cut.write_bytes(cut.read_bytes()[:-1])
     longer = write_columns(tmp_path / "in" / "size", {"x": "bytes", "y": "str"}, [[b"a cat", b""]]) / "shard.00000.mds"
     longer.write_bytes(longer.read_bytes().replace(b"\5\0\0\0", b"\4\0\0\0"))
-    write_mds(tmp_path / "in" / "compressed", "zstd")
+    for name in ("compressed", "declared"):
+        write_mds(tmp_path / "in" / name, "zstd")
     (compressed,) = (tmp_path / "in" / "compressed").glob("*.zstd")
     os.truncate(compressed, compressed.stat().st_size - 1)
+    (declared,) = (tmp_path / "in" / "declared").glob("*.zstd")
+    content = declared.read_bytes()
+    declared.write_bytes(content[:4] + b"\xe0" + (1 << 50).to_bytes(8, "little") + content[13:])  # its length
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert list(found) == ["good/00000000"]
-    assert report.num_skipped == len(BAD) + 4 + COUNT
+    assert report.num_skipped == len(BAD) + 4 + 2 * COUNT

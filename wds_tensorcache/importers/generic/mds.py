@@ -59,7 +59,12 @@ def _open(folder: SourceFolder) -> Source:
 
     @lru_cache(_MAX_EXPANDED)
     def expand(file: str, codec: str) -> bytes:
-        return import_library("streaming.base.compression", _PACKAGE).decompress(codec, folder.read(file))  # type: ignore[no-any-return]
+        decompress = import_library("streaming.base.compression", _PACKAGE).decompress
+        try:
+            return decompress(codec, folder.read(file))  # type: ignore[no-any-return]
+        except MemoryError as exc:
+            problem = "cannot be expanded: it declares more bytes than there is memory"
+            raise FormatError(f"shard {file!r:.200} {problem}") from exc
 
     def open_index(index: str, start: str) -> Iterator[Row]:
         shards = folder.read_json(index)["shards"]
