@@ -173,7 +173,7 @@ class CachedFile(RemoteFile):
         cache: The cache.
         url, nbytes, tag, manifest: As for `RemoteFile`.
 
-    Threads/fork/pickle: any thread and any forked process may read; a pickle holds the cache's folder, url, length and tag.
+    Threads/fork/pickle: any thread and any forked process may read. Not pickled.
     """
 
     def __init__(
@@ -190,9 +190,6 @@ class CachedFile(RemoteFile):
 
     def _fetch(self, ranges: Sequence[Range]) -> None:
         self.cache.read_many(ranges)
-
-    def __reduce__(self) -> Any:
-        return CachedFile, (self.cache, self.url, *self.identity, self.manifest)
 
 
 def _end(extent: Range) -> int:

@@ -41,7 +41,7 @@ class RemoteFile:
         FormatError: A response reports another length or tag.
         RemoteError: A request failed.
 
-    Threads/fork/pickle: any thread and any forked process may read; a pickle holds url, length and tag.
+    Threads/fork/pickle: any thread and any forked process may read. Not pickled.
     """
 
     is_remote = True
@@ -159,9 +159,6 @@ class RemoteFile:
 
     def __repr__(self) -> str:
         return f"RemoteFile({self.path!r}, nbytes={self.identity[0]})"
-
-    def __reduce__(self) -> Any:
-        return RemoteFile, (self.url, *self.identity)
 
 
 def read_whole(url: str, max_nbytes: int) -> bytes:
