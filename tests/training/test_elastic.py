@@ -26,9 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:User
 WORLDS = (1, 2, 3, 5)
 LAST = ("short", "pad", "wrap", "drop")
 MODES = ("all", "in order", "blocks", "buckets", "weights", "mix", *COMBINED)
-IS_DRAWN = {
-    mode for mode in MODES if mode.startswith(("weights", "mix"))
-}  # modes in which no epoch has each sample once
+# modes in which no epoch has each sample once
+IS_DRAWN = {mode for mode in MODES if mode.startswith(("weights", "mix"))}
 SEED = 7
 READ: dict[str, Any] = {"collate": {"y": "list"}, **WITH_PROMPTS}
 
@@ -161,9 +160,8 @@ def numbered(mode: Mode, stream: Any, rows: list[Row]) -> Iterator[tuple[str, in
             yield source, position // sum(stream in (source, (source, (1 + i % 3,))) for i in numbers), row.key
             continue
         repeats = mode.options.get("repeats", {}).get(source, 1)
-        number = (
-            0 if mode.name.startswith("weights") else seen[row.key]
-        )  # drawn again, it has the draws that it had before
+        # drawn again by weights, it has the draws that it had before
+        number = 0 if mode.name.startswith("weights") else seen[row.key]
         yield source, stream[0] * repeats + number, row.key
         seen[row.key] += 1
 
@@ -214,7 +212,8 @@ def test_draws_belong_to_passes(all_modes: dict[str, Mode], pure: Pure, mode: st
     ("mode", "last", "world_size"),
     [(mode, "short", 3) for mode in MODES]
     + [pytest.param(mode, "short", 1, marks=pytest.mark.long) for mode in MODES]
-    + [(mode, last, 2) for mode in ("all", "buckets", "weights", "mix+buckets", "repeats+buckets") for last in LAST],
+    + [(mode, last, 2) for mode in ("all", "buckets", "repeats+buckets") for last in LAST[1:]]
+    + [(mode, "drop", 2) for mode in ("weights", "mix+buckets")],  # else all steps of a drawn stream are full
 )
 def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, world_size: int) -> None:
     """Of an epoch; resumed with steps of other sizes to the end of the epoch, and into the next one."""
@@ -253,9 +252,9 @@ def test_chains(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, ru
 
 @pytest.mark.parametrize(
     ("mode", "kind", "workers"),
-    [(mode, tc.Loader, 2) for mode in ("blocks", "weights+buckets", "mix+weights", "repeats+buckets")]
-    + [("mix+weights", tc.torch_loader, 0), ("repeats+buckets", tc.torch_loader, 1)]
-    + [pytest.param("blocks", tc.torch_loader, 1, marks=pytest.mark.long)],
+    [(mode, tc.Loader, 0) for mode in ("blocks", "weights+buckets", "mix+weights", "repeats+buckets")]
+    + [("mix+weights", tc.torch_loader, 0)]
+    + [pytest.param("repeats+buckets", tc.torch_loader, 1, marks=pytest.mark.long)],
 )
 def test_loaders(all_modes: dict[str, Mode], mode: str, kind: Any, workers: int) -> None:
     """Loaders have the states and batches of the steps above, before and after they resume."""

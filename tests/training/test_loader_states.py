@@ -63,7 +63,7 @@ def packed(values: Any) -> str:
 
 def test_damaged_weights(cache: Any) -> None:
     loader = tc.Loader(cache, 4, weights=np.arange(COUNT), collate="list")
-    state, bomb = loader.state_dict(), packed(np.ones(10_000_000))  # 80 MB in a state of 78 KB
+    state, bomb = loader.state_dict(), packed(np.ones(1_000_000))  # 8 MB in a state of 8 KB
     values = [5, "!", "AAAA", packed([1.0]), *(packed([value] * COUNT) for value in (-1.0, 0.0, float("nan"))), bomb]
     tracemalloc.start()
     for samples in (None, {}, {"1": packed([1.0] * COUNT)}, *({"0": value} for value in values)):
@@ -102,13 +102,10 @@ def test_states_of_other_loaders(cache: Any, more: Any, tmp_path: Path) -> None:
     resharded.close()
 
 
-@pytest.mark.parametrize(
-    ("mode", "last_batch"),
-    [("buckets", last) for last in ("short", "pad", "drop", "wrap")] + [("repeats", "drop"), ("mix+buckets", "short")],
-)
+@pytest.mark.parametrize(("mode", "last_batch"), [("buckets", "short"), ("repeats", "drop"), ("mix+buckets", "short")])
 def test_batches_that_are_left(cache: Any, more: Any, mode: str, last_batch: str) -> None:
     """From every state, a loader with steps of any size returns as many batches as it says, and then a whole epoch."""
-    options: dict[str, Any] = modes(cache, more)[mode] | {"last_batch": last_batch, "collate": "list", "num_threads": 0}
+    options: dict[str, Any] = modes(cache, more)[mode] | {"last_batch": last_batch, "collate": len, "num_threads": 0}
     first = tc.Loader(batch_size=2, **options)
     assert first.num_batches_left == len(first)
     for count, _ in enumerate(first, 1):

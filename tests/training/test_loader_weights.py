@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,20 @@ def indices_of(loader: Any) -> list[int]:
     return [index for _, info in loader.with_info() for index in info.indices.tolist()]
 
 
+def steps_of(num_epochs: int, *arguments: Any, **options: Any) -> Iterator[Any]:
+    """Yield the steps of some epochs, whose batches are not read."""
+    sampler = tc.StepSampler(*arguments, **options)
+    return (step for _ in range(num_epochs) for step in sampler)
+
+
 def test_weights(cache: Any) -> None:
     weights = np.zeros(COUNT)
     weights[[3, 7]] = 1, 3
-    loader = tc.Loader(cache, 10, weights=weights, collate="list")
-    drawn = Counter(index for _ in range(100) for index in indices_of(loader))
+    drawn = Counter(index for step in steps_of(100, cache, 10, weights=weights) for index in step.indices.tolist())
     assert set(drawn) == {3, 7}
     assert 2.5 < drawn[7] / drawn[3] < 3.5
-    huge = tc.Loader(cache, 23, weights=[1e308] * COUNT, collate="list")
-    assert {index for _ in range(20) for index in indices_of(huge)} == set(range(COUNT))
+    huge = steps_of(20, cache, 23, weights=[1e308] * COUNT)
+    assert {index for step in huge for index in step.indices.tolist()} == set(range(COUNT))
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -50,17 +56,14 @@ def test_weights_of_samples_that_change(cache: Any, ahead: int) -> None:
 
 
 def test_mix(cache: Any, more: Any) -> None:
-    loader = tc.Loader(None, 4, mix={"a": (cache, 0.75), "b": (more, 0.25)}, collate="list")
-    assert len(loader) == 8  # of 32 samples
-    keys: dict[Any, list[str]] = {"a": [], "b": []}
-    for _ in range(100):
-        for _, info in loader.with_info():
-            keys[info.source] += info.keys
-    assert 2.3 < len(keys["a"]) / len(keys["b"]) < 3.9
-    for name, source in (("a", cache), ("b", more)):
-        count = len(source)
-        for begin in range(0, len(keys[name]) - count + 1, count):  # each cache comes in passes
-            assert sorted(keys[name][begin : begin + count]) == sorted(source.keys())
+    drawn: tuple[list[int], list[int]] = [], []
+    for step in steps_of(100, None, 4, mix={"a": (cache, 0.75), "b": (more, 0.25)}):
+        drawn[step.source].extend(step.indices.tolist())
+    assert len(drawn[0]) + len(drawn[1]) == 100 * 32
+    assert 2.3 < len(drawn[0]) / len(drawn[1]) < 3.9
+    for indices, count in zip(drawn, (len(cache), len(more)), strict=True):
+        for begin in range(0, len(indices) - count + 1, count):  # each cache comes in passes
+            assert sorted(indices[begin : begin + count]) == list(range(count))
 
 
 def test_wrong_weights_and_mixes(cache: Any) -> None:
@@ -101,9 +104,9 @@ def test_caches_of_a_mix_have_different_tensors(tmp_path: Path, kind: str) -> No
         load(collate="pad", pad_value={"y": 0})
 
 
-def mixed(cache: Any, more: Any, weights: Any, **options: Any) -> tc.Loader:
-    mix = {"a": (cache, 3), "b": (more, 1)}
-    return tc.Loader(None, 4, mix=mix, weights=weights, shuffle=True, collate="list", **options)
+def mixed(cache: Any, more: Any, weights: Any, num_threads: int = 2) -> tc.Loader:
+    options: dict[str, Any] = {"shuffle": True, "collate": "list", "num_threads": num_threads}
+    return tc.Loader(None, 4, mix={"a": (cache, 3), "b": (more, 1)}, weights=weights, **options)
 
 
 @pytest.mark.parametrize("bucket_by", [None, "y"])
@@ -111,20 +114,17 @@ def test_samples_of_a_mix_are_drawn(cache: Any, more: Any, bucket_by: str | None
     """In proportion to their weights in one cache; the other cache passes over its samples."""
     weights = np.zeros(COUNT)
     weights[[3, 7, 4]] = 1, 3, 4  # two buckets
-    loader = mixed(cache, more, {"a": weights}, bucket_by=bucket_by)
-    assert "drawn by weights in ['a']" in repr(loader)
-    assert "mix={'a': 3.0, 'b': 1.0}" in repr(loader)
-    found: dict[str, Counter[int]] = {"a": Counter(), "b": Counter()}
-    for _ in range(300):
-        for _, info in loader.with_info():
-            assert bucket_by is None or len({number % 3 for number in info.indices.tolist()}) == 1
-            found[str(info.source[0])].update(info.indices.tolist())
-    assert 2.6 < found["a"].total() / found["b"].total() < 3.5
-    assert set(found["a"]) == {3, 4, 7}
+    drawn: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    mix = {"a": (cache, 3), "b": (more, 1)}
+    for step in steps_of(300, None, 4, mix=mix, weights={"a": weights}, shuffle=True, bucket_by=bucket_by):
+        assert bucket_by is None or len({number % 3 for number in step.indices.tolist()}) == 1
+        drawn[step.source].update(step.indices.tolist())
+    assert 2.6 < drawn[0].total() / drawn[1].total() < 3.5
+    assert set(drawn[0]) == {3, 4, 7}
     for number, weight in ((3, 1), (7, 3), (4, 4)):
-        assert abs(found["a"][number] / found["a"].total() - weight / 8) < 0.05
-    assert len(found["b"]) == 9
-    assert max(found["b"].values()) - min(found["b"].values()) <= 3
+        assert abs(drawn[0][number] / drawn[0].total() - weight / 8) < 0.05
+    assert len(drawn[1]) == 9
+    assert max(drawn[1].values()) - min(drawn[1].values()) <= 3
 
 
 def test_weights_of_samples_in_a_mix_that_change(cache: Any, more: Any) -> None:

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-
-import wds_tensorcache as tc
-
-SCRIPT = """
-import sys
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-import wds_tensorcache as tc
 
-cache = tc.open(sys.argv[1])
-before = tc.Loader(cache, 4)  # from torchrun's environment
-dist.init_process_group("gloo")
-data = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
-loaders = {
-    "environment": before,
-    "world": tc.Loader(cache, 4),
-    "group": tc.Loader(cache, 4, group=dist.new_group([0, 1])),
-    "mesh": tc.Loader(cache, 4, group=data["data"]),
-    "tensor parallel": tc.Loader(cache, 4, group=data["tensor"]),
-}
-seen = {}
-for name, loader in loaders.items():
-    seen[name] = [key for _, info in loader.with_info() for key, pad in zip(info.keys, info.is_padding.tolist()) if not pad]
-everyone = [None, None]
-dist.all_gather_object(everyone, seen)
-for name in loaders:
-    mine, other = everyone[0][name], everyone[1][name]
-    if name == "tensor parallel":
-        assert mine == other and len(mine) == 21, name
-    else:
-        assert sorted(mine + other) == sorted(cache.keys()), name
-        assert len(mine) == 11 and len(other) == 10, name
-try:
-    tc.Loader(cache, 4, group=data)
-except ValueError as exc:
-    assert "2 dimensions" in str(exc)
-else:
-    raise AssertionError("a mesh of two dimensions was taken")
-print("good", flush=True)
-dist.destroy_process_group()
-"""
+import wds_tensorcache as tc
+from tests.children import finish, start
 
 
 @pytest.fixture(scope="module")
@@ -60,61 +23,52 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.long
-def test_two_processes(tmp_path: Path, path: str) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(SCRIPT)
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([*torchrun, str(script), path], capture_output=True, text=True, timeout=180)
-    assert done.stdout.count("good") == 2, done.stderr
+def keys(loader: Any) -> list[list[str]]:
+    return [info.keys for _, info in loader.with_info()]
 
 
-LATE = """
-import sys
-import torch.distributed as dist
-import wds_tensorcache as tc
+def check_groups(cache: Any, rank: int) -> None:
+    data = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    halves = [keys(tc.Loader(cache, 4, rank=number, world_size=2)) for number in range(2)]
+    assert keys(tc.Loader(cache, 4, group=dist.new_group([0, 1]))) == halves[rank]
+    assert keys(tc.Loader(cache, 4, group=data["data"])) == halves[rank]
+    whole = tc.Loader(cache, 4, group=data["tensor"])  # tensor parallel ranks have the same samples
+    assert [key for batch in keys(whole) for key in batch] == list(cache.keys())
+    with pytest.raises(ValueError, match="2 dimensions"):
+        tc.Loader(cache, 4, group=data)
 
-path, store, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
-cache = tc.open(path)
-loaders = {
-    "new": tc.Loader(cache, 4, shuffle=True),
-    "torch": tc.torch_loader(cache, 4, shuffle=True),
-    "resumed": tc.Loader(cache, 4, shuffle=True, last_batch="drop"),
-    "explicit": tc.Loader(cache, 4, shuffle=True, rank=0, world_size=1),
-}
-whole = tc.Loader(cache, 16, shuffle=True, rank=0, world_size=1)
-next(iter(whole))
-loaders["resumed"].load_state_dict(whole.state_dict())  # 5 samples are left, too few for a step of 8
-too_large = tc.Loader(cache, 16, last_batch="drop")
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-for _ in range(2):  # not an empty epoch
-    try:
-        list(too_large)
-    except ValueError as exc:
-        assert "21 samples do not fill one step of 16 on 2 ranks" in str(exc)
-    else:
-        raise AssertionError("no error")
-for name, loader in loaders.items():
-    world_size = 1 if name == "explicit" else 2
-    wanted = tc.Loader(cache, 4, shuffle=True, rank=rank % world_size, world_size=world_size)
-    if name == "resumed":
-        wanted = tc.Loader(cache, 4, shuffle=True, last_batch="drop", rank=rank, world_size=2)
-        wanted.set_epoch(1)
-    assert len(loader) == len(wanted), name
-    keys = [info.keys for _, info in loader.with_info()]
-    assert keys == [info.keys for _, info in wanted.with_info()], (name, keys)
-    assert f"world_size={world_size}" in repr(loader)
-print("good")
-dist.barrier()
-dist.destroy_process_group()
-"""
+
+def check_late(path: str, store: Path, rank: int) -> None:
+    cache = tc.open(path)
+    loaders: dict[str, Any] = {
+        "new": tc.Loader(cache, 4, shuffle=True),
+        "torch": tc.torch_loader(cache, 4, shuffle=True),
+        "resumed": tc.Loader(cache, 4, shuffle=True, last_batch="drop"),
+        "explicit": tc.Loader(cache, 4, shuffle=True, rank=0, world_size=1),
+    }
+    whole = tc.Loader(cache, 16, shuffle=True, rank=0, world_size=1)
+    next(iter(whole))
+    loaders["resumed"].load_state_dict(whole.state_dict())  # 5 samples are left, too few for a step of 8
+    too_large = tc.Loader(cache, 16, last_batch="drop")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for _ in range(2):  # not an empty epoch
+        with pytest.raises(ValueError, match="21 samples do not fill one step of 16 on 2 ranks"):
+            list(too_large)
+    for name, loader in loaders.items():
+        world_size = 1 if name == "explicit" else 2
+        last_batch = "drop" if name == "resumed" else "short"
+        wanted = tc.Loader(cache, 4, shuffle=True, last_batch=last_batch, rank=rank % world_size, world_size=world_size)
+        wanted.set_epoch(1 if name == "resumed" else 0)
+        assert len(loader) == len(wanted), name
+        assert keys(loader) == keys(wanted), name
+    check_groups(cache, rank)
+    dist.barrier()
 
 
 def test_torch_distributed_is_initialized_later(tmp_path: Path, path: str) -> None:
     """As by trainers that get a loader and then start their processes."""
-    arguments = [sys.executable, "-c", LATE, path, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*arguments, rank], stdout=subprocess.PIPE, text=True) for rank in ("0", "1")]
-    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["good\n", "good\n"]
+    ranks = [start(lambda rank=rank: check_late(path, tmp_path / "store", rank)) for rank in range(2)]  # type: ignore[misc]
+    assert finish(ranks) == [0, 0]
 
 
 def test_the_environment_of_torchrun(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
