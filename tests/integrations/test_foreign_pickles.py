@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import datetime
 import gzip
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -200,22 +199,19 @@ def test_trusted_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     module = torch.nn.Linear(2, 2)
-    bomb = io.BytesIO()
-    np.savez_compressed(bomb, x=np.zeros(70 << 20, np.uint8))
     contents = {
         "good.pt": saved(VALUE),
         "old.pt": saved(VALUE, _use_new_zipfile_serialization=False),
         "module.pt": saved({"module": module}),
-        "npz.npz": bomb.getvalue(),
-        "gz.pt": gzip.compress(saved(torch.zeros(70 << 20, dtype=torch.uint8))),
+        "gz.pt": gzip.compress(saved(torch.zeros(70 << 20, dtype=torch.uint8)), 1),
     }
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     np.savez(folder / "objects.npz", x=np.array([{"y": 1}, None]), z=np.array({"w": np.ones(2)}))  # type: ignore[arg-type]
     _, report = imported(folder, tmp_path / "out", on_error="skip")
-    assert report.num_skipped == 5
+    assert report.num_skipped == 4
     found, _ = imported(folder, tmp_path / "trusted", trust=True, num_workers=1)
     assert_same(VALUE, found["old"])
     assert_same({"module": module.state_dict()}, found["module"])
     assert_same({"x": [{"y": 1}, None], "z": {"w": torch.ones(2, dtype=torch.float64)}}, found["objects"])
-    assert found["npz"]["x"].numel() == found["gz"].numel() == 70 << 20
+    assert found["gz"].numel() == 70 << 20
