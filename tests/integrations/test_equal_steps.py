@@ -1,4 +1,4 @@
-"""Streams with equal steps: every rank has the same number of batches, with any workers, also after a resume."""
+"""Ranks divide the shards of streams; with equal steps, every rank has the same number of batches, also after a resume."""
 
 from __future__ import annotations
 
@@ -134,9 +134,6 @@ def test_stages_may_drop_samples(folder: str) -> None:
     select = wds.select(lambda sample: sample["__key__"].endswith("1"))
     kept = tc.ResumablePipeline(folder, select, batch_size=2, steps=len(stream), rank=0, world_size=2)
     assert count(kept) == [2] * len(stream)
-    nothing = tc.ResumablePipeline(folder, wds.select(lambda sample: False), batch_size=2, steps=3)
-    with pytest.raises(ValueError, match="drop fewer samples"):
-        list(nothing)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +185,8 @@ def test_torch_distributed_is_initialized_later(tmp_path: Path, folder: str) -> 
     """As by trainers that get a stream and then start their processes."""
 
     def read(rank: int) -> None:
-        stream, stepped = tc.ResumablePipeline(folder, collate=list), pipeline(folder, "shortest")
+        stream = tc.ResumablePipeline(folder, collate=list)
+        stepped = tc.ResumablePipeline(folder, batch_size=2, steps="shortest")
         dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=rank, world_size=2)
         for number, context in enumerate((None, "fork", "spawn")):
             loader = DataLoader(stream, None, num_workers=context is not None, multiprocessing_context=context)
@@ -218,3 +216,31 @@ def test_a_rank_without_samples_is_an_error(tmp_path: Path) -> None:
         "no item left the last stage in a pass over the shards of rank 1, but its worker needs 2"
     )
     assert lengths == [2, 2]
+
+
+# --- without steps ---
+
+
+def keys_of(urls: str, rank: int, world_size: int, num_workers: int) -> list[str]:
+    stream = tc.ResumablePipeline(urls, rank=rank, world_size=world_size)
+    return [sample["__key__"] for sample in DataLoader(stream, batch_size=None, num_workers=num_workers)]
+
+
+@pytest.mark.parametrize(("num_shards", "num_workers", "counts"), [(3, 4, [8, 4]), (5, 0, [8, 8, 4])])
+def test_ranks_share_the_shards_before_workers(
+    tmp_path: Path, num_shards: int, num_workers: int, counts: list[int]
+) -> None:
+    """No rank goes without a shard while another has several."""
+    urls = write(tmp_path, (4,) * num_shards)
+    parts = [keys_of(urls, rank, len(counts), num_workers) for rank in range(len(counts))]
+    assert [len(part) for part in parts] == counts
+    assert len({key for part in parts for key in part}) == 4 * num_shards
+
+
+def test_ranks_have_about_as_many_bytes(folder: str) -> None:
+    """The same shards, whatever the number of workers."""
+    parts = [[{key[0] for key in keys_of(folder, rank, 2, workers)} for rank in range(2)] for workers in (0, 1, 3)]
+    assert parts[0] == parts[1] == parts[2]
+    nbytes = {path.stem: path.stat().st_size for path in Path(folder).glob("*.tar")}
+    first, second = (sum(nbytes[shard] for shard in part) for part in parts[0])
+    assert abs(first - second) <= max(nbytes.values())

@@ -280,25 +280,6 @@ def test_limited_epochs_warn_once(cache: Any, tmp_path: Path) -> None:
             assert seen[:step] + rest == seen
 
 
-@pytest.mark.parametrize("kind", list(MAKE))
-def test_limited_epochs_that_continue(cache: Any, tmp_path: Path, kind: str) -> None:
-    """Also after `max_steps` at the end of an epoch, the next epoch has all its batches, so that gradients add up as before."""
-    path = tmp_path / "last.ckpt"
-    for limit in (2, 4):
-        options: dict[str, Any] = {"accumulate_grad_batches": 2, "limit_train_batches": limit, "max_epochs": -1}
-
-        def run(max_steps: int, path: Any = None, options: dict[str, Any] = options) -> Any:
-            loader = MAKE[kind](cache, BATCH, shuffle=True, on_early_exit="continue")
-            return fit(loader, ResumeLoaders(), max_steps=max_steps, path=path, **options)
-
-        _, seen = run(12)
-        assert seen == whole(cache, 2)[:24]
-        for step in (3, 4):
-            trainer, first = run(step)
-            trainer.save_checkpoint(path)
-            assert first + run(12, path)[1] == seen
-
-
 def test_limited_validation_does_not_warn(cache: Any) -> None:
     trainer = pl.Trainer(max_epochs=3, limit_val_batches=2, enable_checkpointing=False, **QUIET)
 

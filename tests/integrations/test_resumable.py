@@ -179,6 +179,7 @@ def test_workers_and_the_main_process_take_turns(urls: list[str]) -> None:
         stream.set_epoch(2)
         assert stream.state_dict()["epoch"] == 2
         assert epochs(stream, 1) == orders[2:3]
+        assert epochs(stream, 0) == orders[3:4]  # the epoch that was set is over
 
 
 def test_a_state_belongs_to_one_process(urls: list[str]) -> None:
@@ -344,14 +345,3 @@ def test_set_epoch_reaches_workers(urls: list[str]) -> None:
         stream.set_epoch(epoch)
         assert [i for item in made for i in number(item)] == order(urls, epoch, 2)
     assert [i for item in made for i in number(item)] == order(urls, 1, 2)
-
-
-def begin_at_5(number: int) -> None:
-    info = torch.utils.data.get_worker_info()
-    assert info is not None
-    info.dataset.set_epoch(5)  # type: ignore[attr-defined]
-
-
-def test_set_epoch_in_a_worker(urls: list[str]) -> None:
-    stream = tc.ResumablePipeline(urls, tc.decode())
-    assert epochs(stream, 2, worker_init_fn=begin_at_5) == [order(urls, 5, 2)]

@@ -77,8 +77,7 @@ def test_wrong_weights_and_mixes(cache: Any) -> None:
             tc.Loader(mix=mix)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["loader", "torch_loader"])
-def test_caches_of_a_mix_have_different_tensors(tmp_path: Path, kind: str) -> None:
+def test_caches_of_a_mix_have_different_tensors(tmp_path: Path) -> None:
     for name in ("a", "b"):
         with tc.ShardWriter(tmp_path / name) as sink:
             for i in range(8):
@@ -87,9 +86,7 @@ def test_caches_of_a_mix_have_different_tensors(tmp_path: Path, kind: str) -> No
 
     def load(**options: Any) -> Any:
         mix = {name: (tc.open(tmp_path / name), 0.5) for name in ("a", "b")}
-        if kind == "loader":
-            return tc.Loader(mix=mix, batch_size=2, **options)
-        return tc.torch_loader(mix=mix, batch_size=2, num_workers=1, **options)
+        return tc.Loader(mix=mix, batch_size=2, **options)
 
     for options in ({"collate": {"text": tc.pad(to=4, value=-1)}}, {"collate": "pad", "pad_value": {"text": -1}}):
         batches = list(load(**options))

@@ -101,9 +101,8 @@ def test_moments(cache: Any) -> None:
             assert mask.shape == batch["latent"].shape[:2] == (8, 9)
 
 
-@pytest.mark.parametrize("value", [0, torch.tensor(2.0)])
-def test_numbers_keep_the_shapes(cache: Any, value: Any) -> None:
+def test_numbers_keep_the_shapes(cache: Any) -> None:
     batch, info = cache.read_batch_with_info(range(4), collate="list")
     before = info.mask("cond.text").tolist()
-    tc.drop_text(1, {"cond.text": value})(batch, info)
+    tc.drop_text(1, {"cond.text": torch.tensor(2.0)})(batch, info)
     assert info.mask("cond.text").tolist() == before

@@ -122,7 +122,7 @@ def test_rows_of_different_shapes_and_dtypes() -> None:
     # limits of diffusers: a deviation of e^10 at most
     batch = {"x": torch.zeros(1, 9), "v": torch.full((1, 9), 99.0)}
     assert 0 < tc.sample_moments("x", "v", logvar=True)(batch, info_of([0]))["x"].abs().max() < 6.3 * np.exp(10)
-    with pytest.raises(TypeError, match="logvar='v', expected a bool; std= names the tensor"):
+    with pytest.raises(TypeError, match="logvar='v', expected a bool"):
         tc.sample_moments("m", logvar="v")  # type: ignore[arg-type]
 
 
@@ -277,21 +277,12 @@ def test_damage_in_a_transform_stays_damage(tmp_path: Any) -> None:
             assert "look failed at step 2 of epoch 0" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("num_threads", [0, 2])
-def test_a_transform_that_writes_into_its_mask_does_not_change_that_of_training(
-    tmp_path: Any, num_threads: int
-) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar") as writer:
-        for i in range(5):
-            writer.write(str(i), {"x": torch.tensor(i)})
-
+def test_a_transform_that_writes_into_its_mask_does_not_change_that_of_training(cache: Any) -> None:
     def invert(batch: Any, info: tc.BatchInfo) -> Any:
         info.is_padding.logical_not_()
         return batch
 
-    with (
-        tc.open(tmp_path) as cache,
-        tc.Loader(cache, 4, last_batch="pad", transform=invert, num_threads=num_threads) as loader,
-    ):
+    for call in (tc.Loader, tc.torch_loader):
+        loader = call(cache.select("x"), 22, last_batch="pad", transform=invert)
         masks = [info.is_padding.tolist() for _, info in loader.with_info()]
-    assert masks == [[False] * 4, [False, True, True, True]]
+        assert masks == [[False] * 22, [False] + [True] * 21]
