@@ -169,7 +169,7 @@ def test_killed_and_resumed(tmp_path: Path, trainer: str, kind: str, num_ranks: 
 
     def run(killed_after: int) -> subprocess.CompletedProcess[str]:
         command = [*launcher, script, tmp_path, kind, killed_after, num_ranks, num_workers]
-        return subprocess.run(map(str, command), capture_output=True, text=True, timeout=240, env=environment)
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, env=environment)
 
     stop = KILLED_AFTER[num_ranks]
     killed = run(stop)

@@ -89,6 +89,7 @@ def test_rows_are_counted(cache: Any, more: Any, mode: str, last: str) -> None:
             extra = rows - padding - counts.num_samples
             assert (counts.num_repeated, counts.num_dropped) == ((0, -extra) if last == "drop" else (extra, 0))
             assert last == "wrap" or not counts.num_repeated
+        assert "batch_size=1" in repr(loaders[0])
         empty = {source for source, part in counts.sources.items() if not part.num_rows}
         for source, part in counts.sources.items():
             assert part.num_rows == sum(len(info.indices) for info in infos if info.source == source)
