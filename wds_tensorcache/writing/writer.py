@@ -360,17 +360,12 @@ class ShardWriter:
         self._release()
 
     def _abandon(self, error: BaseException) -> None:
-        """Wait for uploads, and delete all other unfinished shards. An interrupt cancels uploads."""
+        """Wait for uploads, and delete all other unfinished shards."""
         # if a shard cannot be finished, `error`, which the caller raises, gets a note
         try:
             self._finisher.shutdown()
-        except BaseException:
-            self._folder.cancel()
-            self._finisher.shutdown(cancel_futures=True)
-            raise
         finally:
-            failures = (CancelledError() if job.cancelled() else job.exception() for job in self._finishing)
-            failure = next(filter(None, failures), None)
+            failure = next(filter(None, (job.exception() for job in self._finishing)), None)
             if failure not in (None, error):
                 add_note(error, f"a shard could not be stored: {failure}")
             self._shard = None
