@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -61,7 +61,6 @@ def cache(request: pytest.FixtureRequest, folder: str) -> Iterator[Any]:
 rows = st.lists(st.tuples(st.integers(0, COUNT - 1), st.booleans(), st.integers(0, 99)), min_size=1, max_size=12)
 
 
-@settings(max_examples=40)
 @given(rows, st.sampled_from(["list", "pad"]))
 def test_a_batch_has_the_chosen_alternatives(folder: str, wanted: list[tuple[int, bool, int]], way: str) -> None:
     indices = [i for i, _, _ in wanted]

@@ -42,7 +42,7 @@ def cache(folder: str) -> Iterator[tc.TensorCache]:
 # --- as a list ---
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(st.lists(strategies.samples(), min_size=1, max_size=5), st.integers(1, 3))
 def test_what_was_written_is_read(samples: list[Any], max_samples: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

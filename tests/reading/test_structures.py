@@ -95,7 +95,7 @@ NAMES = ["x", "cond.0.0", "cond.1.1.0", "only.0.0", "only.1.y", "only.1.z.0"]
 
 
 @given(st.sets(st.sampled_from(NAMES)))
-@settings(max_examples=25)
+@settings(max_examples=40)
 def test_select_changes_no_place(tmp_path_factory: pytest.TempPathFactory, names: set[str]) -> None:
     folder = tmp_path_factory.getbasetemp() / "selected"
     if not folder.exists():

@@ -233,11 +233,11 @@ def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, last
                 assert all(len(rows) - used[stream] < size for stream, rows in options.reference(0).items())
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(MODES),
     st.sampled_from(LAST),
-    st.lists(st.tuples(st.sampled_from(WORLDS), st.integers(1, 6), st.integers(1, 8)), max_size=5),
+    st.lists(st.tuples(st.sampled_from(WORLDS), st.integers(1, 6), st.integers(1, 8)), max_size=6),
 )
 def test_chains(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, runs: list[tuple[int, int, int]]) -> None:
     assume(last != "drop" or all(world_size * batch_size < 7 for world_size, batch_size, _ in runs))
