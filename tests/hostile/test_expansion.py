@@ -21,7 +21,11 @@ from tests.shards.tars import build
 
 EMPTY_SETS = b"\x80\x05](" + b"\x8f" * 4_000_000 + b"e."  # 400 bytes of memory for each byte
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lambda content: lzma.compress(content, preset=0),
+}
 
 
 def tar_of(*members: tuple[str, bytes]) -> bytes:
@@ -74,16 +78,16 @@ def test_a_small_member_with_a_large_pickle(tmp_path: Path, name: str) -> None:
 
 
 OBJECTS = {
-    "json": b"[" + b"{}," * 20_000_000 + b"0]",
-    "jsn": b"[" + b"[]," * 20_000_000 + b"0]",
-    "mp": b"\xdd" + (60_000_000).to_bytes(4, "big") + b"\x80" * 60_000_000,
-    "msg": b"\xdd" + (60_000_000).to_bytes(4, "big") + b"\x90" * 60_000_000,
+    "json": b"[" + b"{}," * 4_000_000 + b"0]",
+    "jsn": b"[" + b"[]," * 4_000_000 + b"0]",
+    "mp": b"\xdd" + (12_000_000).to_bytes(4, "big") + b"\x80" * 12_000_000,
+    "msg": b"\xdd" + (12_000_000).to_bytes(4, "big") + b"\x90" * 12_000_000,
 }
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_objects_of_other_kinds(tmp_path: Path, kind: str) -> None:
-    """Such 60 KB took 1.7 GB as JSON, and 4.4 GB as MessagePack."""
+    """Such 12 KB took 340 MB as JSON, and 880 MB as MessagePack."""
     path = tmp_path / "a.tar"
     for content in (
         tar_of((f"0.{kind}.gz", gzip.compress(OBJECTS[kind]))),
@@ -97,7 +101,7 @@ def test_objects_of_other_kinds(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("members", [1, 200], ids=["one member", "many members"])
 @pytest.mark.parametrize("kind", COMPRESSORS)
 def test_zeros(tmp_path: Path, kind: str, members: int) -> None:
-    path, nbytes = tmp_path / "zeros", 100 << 20
+    path, nbytes = tmp_path / "zeros", 66 << 20
     content = tar_of(*((f"0.{i}", bytes(nbytes // members)) for i in range(members)))
     path.write_bytes(COMPRESSORS[kind](content))
     text = refused(stream, path)

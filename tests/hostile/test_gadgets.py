@@ -15,40 +15,16 @@ from tests.hostile.forged import READERS, by_stream, put
 from tests.hostile.pickles import NO_TENSORS, call, fetch, text
 
 GADGETS = """
-os.system os.popen os.execvp os.spawnlp posix.system nt.system subprocess.Popen subprocess.call subprocess.run
-subprocess.check_output subprocess.getoutput commands.getoutput
-builtins.eval builtins.exec builtins.compile builtins.getattr builtins.setattr builtins.__import__ builtins.open
-builtins.input builtins.breakpoint builtins.globals __builtin__.eval __builtin__.apply __main__.exploit
-importlib.import_module importlib._bootstrap._call_with_frames_removed runpy._run_code runpy.run_path pty.spawn
-code.InteractiveInterpreter code.interact codeop.compile_command webbrowser.open webbrowser._open
-torch.load torch.save torch.hub.load torch.jit.load torch.serialization.load torch._inductor.codecache.compile_file
-torch._inductor.codecache.PyCodeCache.load torch.utils.bottleneck.__main__.run_cprofile torch.utils.cpp_extension.load
-torch.utils.collect_env.run torch.utils.data.datapipes.utils.decoder.basichandlers torch.fx.graph_module._exec_with_source
-torch._dynamo.guards.GuardBuilder.get torch.storage._load_from_bytes torch.distributed.rpc.rpc_sync
-numpy.load numpy.fromfile numpy.testing._private.utils.runstring numpy.f2py.crackfortran.myeval
-numpy.f2py.crackfortran.param_eval numpy._core.multiarray._reconstruct numpy.lib.npyio.NpzFile
-operator.attrgetter operator.methodcaller operator.itemgetter operator.call _operator.attrgetter
-functools.partial functools.reduce itertools.starmap types.FunctionType types.CodeType types.MethodType
-copyreg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ copyreg.add_extension copy_reg._reconstructor
-shutil.rmtree shutil.copyfile shutil.move socket.socket socket.create_connection ssl.SSLContext http.client.HTTPConnection
-urllib.request.urlopen requests.api.get ftplib.FTP smtplib.SMTP telnetlib.Telnet ctypes.CDLL ctypes.cast _ctypes.dlopen
-marshal.loads pickle.loads pickle.load _pickle.loads _pickle.Unpickler cloudpickle.loads dill.loads joblib.load
-site.main site.execsitecustomize pip.main pip._internal.main venv.create ensurepip._run_pip ensurepip.bootstrap
-asyncio.subprocess.create_subprocess_shell asyncio.unix_events._UnixSubprocessTransport._start
-idlelib.pyshell.ModifiedInterpreter.runcommand idlelib.run.Executive.runcode idlelib.debugobj.ObjectTreeItem.SetText
-idlelib.calltip.get_entity idlelib.autocomplete.AutoComplete.get_entity
-lib2to3.pgen2.pgen.ParserGenerator.make_label lib2to3.pgen2.grammar.Grammar.loads
-cProfile.run cProfile.runctx profile.run profile.Profile.runctx timeit.timeit timeit.main trace.Trace.run
-doctest.debug_script bdb.Bdb.run pdb.run pydoc.pipepager pydoc.locate pydoc.tempfilepager distutils.file_util.write_file
-distutils.spawn.spawn setuptools.sandbox.run_setup zipimport.zipimporter imp.load_source pkgutil.resolve_name
-multiprocessing.util.spawnv_passfds multiprocessing.Process threading.Thread concurrent.futures.ThreadPoolExecutor
-logging.config.fileConfig logging.config.listen tempfile.mktemp linecache.getline uuid._get_command_stdout
-getpass.getpass signal.signal sys.exit sys.setrecursionlimit gc.get_objects inspect.getsource ast.literal_eval
-sqlite3.connect dbm.open shelve.open mailcap.findmatch crypt.crypt tkinter.Tcl turtle.done antigravity.geohash
-collections.namedtuple collections.OrderedDict.fromkeys weakref.finalize weakref.ref atexit.register
-builtins.type builtins.object builtins.print builtins.map builtins.vars builtins.bytes builtins.memoryview
-builtins.format.__self__ builtins.range.__reduce__ pathlib.Path pathlib.PosixPath zoneinfo.ZoneInfo uuid.SafeUUID
-torch.Tensor torch._utils._rebuild_tensor_v2 numpy.memmap wds_tensorcache.decode_sample wds_tensorcache.codec.lazy.LazyTensor
+os.system posix.system nt.system subprocess.Popen commands.getoutput importlib.import_module pty.spawn pickle.loads
+builtins.eval builtins.exec builtins.getattr builtins.__import__ builtins.open builtins.type builtins.object
+builtins.print builtins.map builtins.bytes builtins.memoryview builtins.format.__self__ builtins.range.__reduce__
+__builtin__.eval __builtin__.apply __main__.exploit operator.attrgetter operator.methodcaller functools.partial
+torch.load torch.hub.load torch.Tensor torch.storage._load_from_bytes torch._utils._rebuild_tensor_v2
+torch._inductor.codecache.PyCodeCache.load torch.utils.bottleneck.__main__.run_cprofile
+numpy.load numpy.memmap numpy.testing._private.utils.runstring numpy._core.multiarray._reconstruct
+collections.namedtuple collections.OrderedDict.fromkeys copyreg._reconstructor copy_reg._reconstructor
+pathlib.Path pathlib.PosixPath uuid.SafeUUID uuid._get_command_stdout zoneinfo.ZoneInfo weakref.ref ctypes.CDLL
+wds_tensorcache.decode_sample wds_tensorcache.codec.lazy.LazyTensor
 """.split()
 
 CALLED: list[object] = []
@@ -145,14 +121,12 @@ def test_extensions(code: bytes) -> None:
 
 @pytest.mark.parametrize("suffix", ["pyd", "pkl", "pickle", "pth", "a.pyd", "x.y.pkl", "PKL", "skel.pyd"])
 @pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("how", ["GLOBAL REDUCE", "STACK_GLOBAL REDUCE", "INST", "STACK_GLOBAL as a factory"])
-def test_other_members(tmp_path: Path, suffix: str, zipped: bool, how: str) -> None:
-    for number, module, name in ((0, "builtins", "eval"), (1, HERE, "sentinel"), (2, "os", "system")):
-        raw = b"\x80\x04" + ways(module, name)[how] + b"."
+def test_other_members(tmp_path: Path, suffix: str, zipped: bool) -> None:
+    for how in ("GLOBAL REDUCE", "STACK_GLOBAL REDUCE", "INST"):
+        raw = b"\x80\x04" + ways(HERE, "sentinel")[how] + b"."
         member = {f"a.{suffix}.gz": gzip.compress(raw)} if zipped else {f"a.{suffix}": raw}
-        path = put(tmp_path / f"{number}.tar", member | {"a.txt": b"text"})
-        with pytest.raises(tc.FormatError, match=f"{number}.tar: sample 'a'"):
-            by_stream(path)
+        with pytest.raises(tc.FormatError, match="x.tar: sample 'a'"):
+            by_stream(put(tmp_path / "x.tar", member | {"a.txt": b"text"}))
 
 
 @pytest.mark.parametrize("reader", ["samples", "batch", "stream"])

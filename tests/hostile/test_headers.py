@@ -40,7 +40,7 @@ def test_lengths() -> None:
     refused(member(b"{" + b" " * 100_000_000 + b"}", b""), "the limit is 100000000")
 
 
-SPELLED = ["-0", "0.0", "1e0", "00", "true", "null", '"0"', "-0.0", "+0", "0x0", "NaN"]
+SPELLED = ["-0", "1e0", "00", "true", '"0"', "NaN"]
 ENTRIES: list[tuple[str, Any, str]] = [
     *(
         (f"{where} {number}", b'{"x":{"dtype":"U8","shape":[%s],"data_offsets":[%s,0]}}' % pair, "is not the JSON|impossible")
@@ -48,16 +48,13 @@ ENTRIES: list[tuple[str, Any, str]] = [
         for where, pair in (("shape", (number.encode(), b"0")), ("offset", (b"0", number.encode())))
     ),
     ("an array", [1], "begins with b'\\['"),
-    ("white space first", b' {"x": {}}', "begins with b' '"),
     ("cut", b'{"x": {"dtype', "is not the JSON"),
     ("not UTF-8", b'{"\xff": 1}', "is not the JSON"),
-    ("surrogates", b'{"\xed\xa0\x80": 1}', "is not the JSON"),
     ("surrogates that are escaped", b'{"\\ud800": 1}', "surrogates not allowed"),
     ("deep", b'{"x":' + b"[" * 100_000, "is not the JSON"),
-    ("two objects", b"{}{}", "is not the JSON"),
     ("huge number", b'{"x":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,2]}}', "is not the JSON"),
     ("duplicate tensor", b'{"x": 1, "x": 2}', "'x' occurs twice"),
-    ("duplicate field", b'{"x": {"dtype": "U8", "dtype": "I8"}}', "'dtype' occurs twice"),
+    ("duplicate tensor, escaped", b'{"x": 1, "\\u0078": 2}', "'x' occurs twice"),
     ("metadata of numbers", {"__metadata__": {"a": 1}, "x": X}, "does not map strings to strings"),
     ("metadata of surrogates", b'{"__metadata__": {"\\ud800": "a"}}', "a key of __metadata__ contains a surrogate"),
     ("metadata that is none", {"__metadata__": [], "x": X}, "does not map strings to strings"),
@@ -67,17 +64,17 @@ ENTRIES: list[tuple[str, Any, str]] = [
     ("our metadata, escaped", b'{"__metadata__":{"tensorcache":"\\u0031 0123456789abcdef"},"x":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', "or its value is escaped"),
     ("an unknown field", {"x": {**X, "strides": [1]}}, "expected dtype, shape and data_offsets"),
     ("a missing field", {"x": {"dtype": "U8", "shape": [2]}}, "expected dtype, shape and data_offsets"),
+    ("as deep as JSON may be", b'{"x":' + b"[" * 900 + b"]" * 900 + b"}", "expected dtype, shape and data_offsets"),
     ("no object", {"x": 5}, "expected dtype, shape and data_offsets, got 5"),
     ("an unknown dtype", {"x": {**X, "dtype": "F12"}}, "unknown dtype 'F12'"),
     ("a dtype that is a list", {"x": {**X, "dtype": ["U8"]}}, "unknown dtype"),
     ("a negative dimension", u8([-2], 0, 2), "impossible shape"),
-    ("a dimension that is true", u8([True, 2], 0, 2), "impossible shape"),
-    ("a dimension of 2.0", u8([2.0], 0, 2), "impossible shape"),
     ("a shape that is none", u8("2", 0, 2), "impossible shape"),
     ("a shape that overflows", u8([1 << 40, 1 << 40], 0, 2), "impossible shape"),
     ("an empty shape that overflows", u8([0, 1 << 62], 0, 0), "impossible shape"),
     ("65 dimensions", u8([1] * 64 + [2], 0, 2), "impossible shape"),
     ("negative offsets", u8([2], -2, 0), "impossible data_offsets"),
+    ("offsets of 2^63", u8([2], (1 << 63) - 2, 1 << 63), "impossible data_offsets"),
     ("offsets that turn back", u8([2], 2, 0), "impossible data_offsets"),
     # Python prints no longer ones, and their place in the member is longer
     ("offsets of 4,300 digits", u8([0], 10**4300 - 1, 10**4300 - 1), "impossible data_offsets"),

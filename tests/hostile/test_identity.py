@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections.abc import Callable
@@ -14,13 +15,13 @@ import torch
 import wds_tensorcache as tc
 from tests.children import run_in_child
 
-SIZES = {"small": 64, "large": 100_000}
 
-
-def write(path: Path, value: int, nbytes: int, count: int = 3) -> bytes:
+def write(path: Path, value: int) -> bytes:
+    """Write samples of a small and a large tensor."""
+    large = torch.full((100_000,), value, dtype=torch.uint8)
     with tc.ShardWriter(path, overwrite=True, manifest=False, dali_index=False, fsync=False) as sink:
-        for i in range(count):
-            sink.write(f"k{i}", {"x": torch.full((nbytes,), value, dtype=torch.uint8), "i": 1})
+        for i in range(3):
+            sink.write(f"k{i}", {"small": large[:64], "large": large, "i": 1})
     os.utime(path, (1000, 1000))  # so that every later write changes it: time stamps count the system's ticks
     return path.read_bytes()
 
@@ -64,66 +65,69 @@ def assert_refused_or_old(use: Callable[[], Any], path: Path, may_be_old: bool) 
         assert bool((result == 1).all())
 
 
-@pytest.mark.parametrize("io", ["auto", "pread"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("what", CHANGES)
-def test_a_changed_shard_is_refused(tmp_path: Path, what: str, size: str, io: Any) -> None:
-    path, nbytes = tmp_path / "x.tar", SIZES[size]
-    may_be_old = what in ("replaced", "deleted")  # the file that is open is the one that was
+def use_open_ones(path: Path, change: str, io: Any) -> None:
+    may_be_old = change in ("replaced", "deleted")  # the file that is open is the one that was
+    cache = tc.open(path, io=io, num_threads=2)
+    batch, lazy, small = cache.read_batch([0, 1, 2]), cache[1]["large"], cache[1]["small"]
+    view = lazy.load(copy=False) if may_be_old else None
+    loaded = pickle.loads(pickle.dumps(lazy))
+    loaded.load()
+    CHANGES[change](path)
+    for use in (
+        lambda: cache.read_batch([0, 1])["small"],
+        lambda: cache.read_tensors([2, 1])["large"],
+        lambda: cache.read_batch([0, 1, 2], collate="pad")["large"],
+        lambda: torch.tensor(batch["i"].tolist()),
+        lambda: cache[1]["large"].load(),
+        lazy.load,
+        small.load,
+        lambda: lazy[1:3],
+        lambda: lazy.load(copy=False).clone(),
+        lambda: tc.decode_sample(*tc.encode_sample(lazy)).load(),
+        loaded.load,
+        lambda: loaded[3:5],
+        lambda: pickle.loads(pickle.dumps(lazy)).load(),
+    ):
+        assert_refused_or_old(use, path, may_be_old)
+    assert view is None or bool((view == 1).all())
 
-    def use_open_ones() -> None:
+
+def use_a_pickled_one(path: Path, change: str, io: Any) -> None:
+    with tc.open(path, io=io) as cache:
+        pickled = pickle.dumps(cache[1]["large"])
+    CHANGES[change](path)
+    lazy = pickle.loads(pickled)
+    for use in (lazy.load, lambda: lazy[3:5], lambda: lazy.load(out=torch.empty(100_000, dtype=torch.uint8))):
+        assert_refused_or_old(use, path, may_be_old=False)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_shard_is_refused(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "x.tar"
+
+    def work() -> None:
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-        cache = tc.open(path, io=io, num_threads=2)
-        batch, lazy = cache.read_batch([0, 1, 2]), cache[1]["x"]
-        view = lazy.load(copy=False) if may_be_old else None
-        loaded = pickle.loads(pickle.dumps(lazy))
-        loaded.load()
-        CHANGES[what](path)
-        for use in (
-            lambda: cache.read_batch([0, 1])["x"],
-            lambda: cache.read_tensors([2, 1])["x"],
-            lambda: cache.read_batch([0, 1, 2], collate="pad")["x"],
-            lambda: torch.tensor(batch["i"].tolist()),
-            lambda: cache[1]["x"].load(),
-            lazy.load,
-            lambda: lazy[1:3],
-            lambda: lazy.load(copy=False).clone(),
-            lambda: tc.decode_sample(*tc.encode_sample(lazy)).load(),
-            loaded.load,
-            lambda: loaded[3:5],
-            lambda: pickle.loads(pickle.dumps(lazy)).load(),
-        ):
-            assert_refused_or_old(use, path, may_be_old)
-        assert view is None or bool((view == 1).all())
+        for use, io in itertools.product((use_open_ones, use_a_pickled_one), ("auto", "pread")):
+            content, other = write(path, 1), write(tmp_path / "other.tar", 2)
+            assert len(content) == len(other)
+            use(path, change, io)
 
-    def use_a_pickled_one() -> None:
-        with tc.open(path, io=io) as cache:
-            pickled = pickle.dumps(cache[1]["x"])
-        CHANGES[what](path)
-        lazy = pickle.loads(pickled)
-        for use in (lazy.load, lambda: lazy[3:5], lambda: lazy.load(out=torch.empty(nbytes, dtype=torch.uint8))):
-            assert_refused_or_old(use, path, may_be_old=False)
-
-    for work in (use_open_ones, use_a_pickled_one):
-        content, other = write(path, 1, nbytes), write(tmp_path / "other.tar", 2, nbytes)
-        assert len(content) == len(other)
-        assert run_in_child(work, kill_after_s=60) == 0  # a signal ends the child, not the tests
+    assert run_in_child(work, kill_after_s=60) == 0  # a signal ends the child, not the tests
 
 
-NAMES = ["new\nline", "é", "two words", "[ab]", "{1..2}", "a*b?", os.fsdecode(b"\xff\xe9"), "%06d", "-rf", "a:b", "'\""]
+NAMES = ["new\nline", "{1..2}", "[ab]", os.fsdecode(b"\xff\xe9"), "%06d", "-rf", "'\""]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_names_of_files(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / name
+    folder, path = tmp_path / name, tmp_path / name / f"{name}.tar"
     folder.mkdir()
-    write(tmp_path / "x.tar", 1, 100)
-    path = folder / f"{name}.tar"
+    write(tmp_path / "x.tar", 1)
     os.replace(tmp_path / "x.tar", path)
-    for source in (path, str(path), folder, [path]):
+    for source in (path, folder):
         with tc.open(source) as cache:
-            assert int(cache.read_batch(["k1"])["x"][0, 0]) == 1
-            assert int(pickle.loads(pickle.dumps(cache))[0]["x"].load()[0]) == 1
+            assert int(cache.read_batch(["k1"])["small"][0, 0]) == 1
+            assert int(pickle.loads(pickle.dumps(cache))[0]["small"].load()[0]) == 1
     tc.write_index(path)
     os.truncate(path, 700)
     with pytest.raises(tc.FormatError) as caught:
@@ -139,22 +143,6 @@ def test_names_of_files(tmp_path: Path, name: str) -> None:
             sink.write(f"k{i}", {"x": torch.full((3,), i)})
     with tc.open(folder) as cache:
         assert cache.read_batch(["k0", "k1"])["x"][:, 0].tolist() == [0, 1]
-
-
-def test_shards_are_opened_for_reading_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "x.tar", 1, 100)
-    flags: list[int] = []
-    opened = os.open
-    monkeypatch.setattr(
-        os, "open", lambda path, flag, *rest, **named: flags.append(flag) or opened(path, flag, *rest, **named)
-    )
-    with tc.open(tmp_path) as cache:
-        cache.read_batch([0, 1])
-        cache[0]["x"].load(copy=False)
-        pickle.loads(pickle.dumps(cache[0]["x"])).load()
-    assert flags
-    assert not any(flag & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flag in flags)
-    assert [file.name for file in tmp_path.iterdir()] == ["x.tar"]
 
 
 def test_a_shard_that_is_replaced_under_a_cache(tmp_path: Path) -> None:

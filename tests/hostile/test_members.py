@@ -8,8 +8,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import zipfile
 import zlib
 from pathlib import Path
@@ -20,7 +18,7 @@ import pytest
 import webdataset as wds
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
@@ -109,10 +107,6 @@ def fits(content: bytes) -> bytes:
     return blocks + bytes(64) + gzip.compress(content)
 
 
-def chunks(*lengths: int) -> bytes:
-    return b"".join(b"~TenBin~" + struct.pack("<q", nbytes) for nbytes in lengths)
-
-
 ZEROS = bytes(80 << 20)
 LARGE_GZ, LARGE_NPZ = gzip.compress(ZEROS), npz(a=np.frombuffer(ZEROS, np.uint8))
 # a megabyte and more that a gzip makes small, of which 64 times is more than what the zip becomes
@@ -123,7 +117,6 @@ BAD = {
     "npy: cut": ("npy", npy(np.arange(100))[:-1]),
     "npy: version": ("npy", b"\x93NUMPY\x09\0" + bytes(100)),
     "npy: object": ("npy", npy(np.array([{}], object), allow_pickle=True)),
-    "npy: terabytes": ("npy", shaped("(1 << 40,)") + bytes(64)),
     "npy: 400 GB": ("npy", shaped("(100000000000,)") + bytes(64)),
     "npy: 400 GB, version 3": ("npy", shaped("(100000000000,)", version=3) + bytes(64)),
     "npy: overflow": ("npy", shaped("(4294967296, 4294967296)") + bytes(64)),
@@ -136,33 +129,23 @@ BAD = {
     "npz: bomb": ("npz", LARGE_NPZ),
     "npz: many": ("npz", zipped([(f"{i}.npy", npy(np.zeros(1 << 20, np.uint8))) for i in range(80)])),
     "npz: LZMA": ("npz", zipped([("a.npy", npy(np.zeros(9)))], zipfile.ZIP_LZMA)),
-    "npz.gz: bomb": ("npz.gz", gzip.compress(LARGE_NPZ)),
     "npz.gz: bomb in a bomb": ("npz.gz", gzip.compress(PADDED_NPZ)),
     "ten: cut": ("ten", ten(np.arange(100))[:-100]),
-    "ten: huge": ("ten", b"~TenBin~" + struct.pack("<q", 1 << 62) + bytes(64)),
     "ten: negative": ("tb", b"~TenBin~" + struct.pack("<q", -80) + bytes(64)),
-    "ten: round and round": ("ten", chunks(0, 0, 0, -64)),
     "json: text": ("json", b"{something else"),
     "json: deep": ("json", b"[" * 1_000_000),
-    "json: digits": ("json", b"9" * 1_000_000),
-    "json: not UTF-8": ("json", b'"\xff\xfe\xff"'),
     "gz: text": ("txt.gz", b"something else"),
     "gz: cut": ("txt.gz", gzip.compress(b"abc" * 99)[:-5]),
-    "gz: checksum": ("txt.gz", gzip.compress(b"abc" * 99)[:-6] + b"xxxxxx"),
     "gz: bomb": ("txt.gz", LARGE_GZ),
     "gz: bomb in parts": ("txt.gz", gzip.compress(bytes(1 << 20)) * 80),
     "txt": ("txt", b"\xff"),
-    "cls": ("cls", b"seven"),
-    "pyd: nothing": ("pyd", b""),
     "pkl: text": ("pkl", b"something else"),
-    "pickle: cut": ("pickle", b"\x80\x02}"),
     "pth: bomb": ("pth", zipped([("a/data.pkl", b"x"), ("a/data/0", ZEROS)])),
     "cbor: deep": ("cbor", b"\x81" * 100_000),
     "jpg: EPS": ("jpg", EPS),
     "jpg: 10,000 scans": ("jpg", scans(10_000)),
     "fits: bomb": ("fits", fits(ZEROS)),
     "png": ("png", b"something else"),
-    "png: cut": ("png", png()[:40]),
     "png: 900 million pixels": ("png", pixels(30_000)),
 }
 
@@ -241,31 +224,36 @@ def test_any_change(data: st.DataObject) -> None:
     assert message.startswith(place)
 
 
-@pytest.mark.parametrize("what", ["gz of empty gzips", "long extensions"])
-def test_costs_grow_with_the_bytes(what: str) -> None:
-    sample = {"txt.gz": gzip.compress(b"") * 400_000}  # the rest of the bytes, copied for each
-    if what == "long extensions":  # webdataset looks for dots in all of it, again from each byte
-        sample = {"x" * 15_000 + str(i): b"" for i in range(1_000)}
+EMPTY_GZ = b"\x1f\x8b\x08\4" + bytes(6) + b"\xd0\0" + bytes(208) + b"\3\0" + bytes(8)  # with a header of 220 bytes
+COSTLY = {
+    "gz of empty gzips": {"txt.gz": EMPTY_GZ * 100_000},  # the rest of the bytes, copied for each
+    # webdataset looks for dots in all of it, again from each byte
+    "long extensions": {"x" * 15_000 + str(i): b"" for i in range(1_000)},
+}
+
+
+@pytest.mark.parametrize("sample", COSTLY.values(), ids=COSTLY)
+def test_costs_grow_with_the_bytes(sample: dict[str, bytes]) -> None:
     assert run_in_child(lambda: tc.decode("pil")({"__key__": "k", **sample}), kill_after_s=90) == 0  # else minutes
 
 
-def test_no_program_runs_for_a_picture(tmp_path: Path) -> None:
+def test_no_program_runs_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow passes EPS to Ghostscript, whatever name a member has."""
     program = tmp_path / "gs"
     program.write_text(f"#!/bin/sh\ntouch {tmp_path}/OWNED\n")
     program.chmod(0o755)
-    code = f"import wds_tensorcache as tc\ntry:\n    tc.decode('pil')({{'__key__': 'k', 'jpg': {EPS!r}}})\nexcept tc.FormatError:\n    print('refused')"
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    found = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert found.stdout == "refused\n"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # it is looked for again
+    with pytest.raises(tc.FormatError, match="EPS"):
+        decoded("jpg", EPS, "pil")
     assert not (tmp_path / "OWNED").exists()
 
 
 def test_the_bound_is_the_callers() -> None:
-    raw = gzip.compress(bytes(300 << 20), 1)
-    assert len(decoded("bin.gz", raw, max_expanded_nbytes=300 << 20)) == 300 << 20
-    with pytest.raises(tc.FormatError, match="expands to more than 314,572,799.*max_expanded_nbytes=…"):
-        decoded("bin.gz", raw, max_expanded_nbytes=(300 << 20) - 1)
+    raw = gzip.compress(bytes(100 << 20), 1)
+    assert len(decoded("bin.gz", raw, max_expanded_nbytes=100 << 20)) == 100 << 20
+    with pytest.raises(tc.FormatError, match="expands to more than 104,857,599.*max_expanded_nbytes=…"):
+        decoded("bin.gz", raw, max_expanded_nbytes=(100 << 20) - 1)
     # 64 times its own length is never too much
     text = b"".join(b"%d," % (i * i) for i in range(20_000))
     assert decoded("bin.gz", gzip.compress(text), max_expanded_nbytes=0) == text

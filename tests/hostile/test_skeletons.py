@@ -6,7 +6,6 @@ import dataclasses
 import struct
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from datetime import date
 from enum import Enum
 from typing import Any
 from uuid import UUID
@@ -19,19 +18,15 @@ import wds_tensorcache as tc
 from tests.hostile.pickles import NO_TENSORS, ONE_TENSOR, PROTO, call, decode, fetch, reference, refused, text
 
 DECIMAL, LIST, FORMAT = fetch("decimal", "Decimal"), fetch("builtins", "list"), fetch("builtins", "format")
-DEFAULTDICT, COMPLEX = fetch("collections", "defaultdict"), fetch("builtins", "complex")
+DEFAULTDICT = fetch("collections", "defaultdict")
 NEVER_CALLED = {
     "alone": FORMAT,
     "an argument": call("builtins", "format", FORMAT + b"\x85"),
     "popped": DECIMAL + b"0N",
-    "popped with a mark": b"(" + DECIMAL + b"1N",
-    "overwritten": b"}" + text("a") + DECIMAL + b"s" + text("a") + b"Ns",
     "overwritten in one batch": b"}(" + text("a") + DECIMAL + text("a") + b"Nu",
     "pushed out of a deque": call("collections", "deque", b")K\x01\x86") + DECIMAL + b"aNa",
-    "kept in the memo": DECIMAL + b"\x940N",
     "one factory for two": b"(" + LIST + b"\x85\x940" + DEFAULTDICT + b"\x94h\x00R" + b"h\x01h\x00Rt" + b"0" + DECIMAL + b"0N",
     "a factory in its own tuple": b"(" + LIST + b"\x85\x94" + DEFAULTDICT + b"h\x00Rt",
-    "a value, after a call": COMPLEX + b"\x94" + b"G" + bytes(8) + b"G" + bytes(8) + b"\x86R0h\x00",
     "a value, after two that are factories": (
         LIST + b"\x85\x940" + DEFAULTDICT + b"h\x00R" + DEFAULTDICT + b"h\x00R\x86" + DECIMAL + b"\x86"
     ),
@@ -60,14 +55,10 @@ def test_arguments_of_references(arguments: bytes) -> None:
     ("body", "message"),
     [
         (reference("tensor:y"), "'y', which is not in the safetensors member"),
-        (reference("tensor:"), "is not in the safetensors member"),
         (reference("file:x"), "neither 'tensor:' nor 'ndarray:'"),
-        (reference("x"), "neither"),
-        (reference("tensor:x?"), "unknown attribute ''"),
         (reference("tensor:x?strides=1"), "unknown attribute 'strides=1'"),
         (reference("tensor:x?dtype=complex128"), "not stored as F32"),
         (reference("tensor:x?dtype=float32"), "not stored as F32"),
-        (reference("ndarray:x?dtype=O"), "not stored as F32"),
         (reference("ndarray:x?dtype=datetime64[ns]"), "not stored as F32"),
         (reference("tensor:x?dtype=complex32&dtype=complex32"), "unknown attribute"),
         (b"N", r"tensors that the skeleton does not refer to: \['x'\]"),
@@ -133,15 +124,9 @@ def test_allow_does_not_open_anything_else() -> None:
 
 LISTED_IN_ALLOW: dict[type, bytes] = {
     deque: call("collections", "deque", b"](K\x01eK\x02\x86"),
-    OrderedDict: call("collections", "OrderedDict", b"]\x85"),
-    date: call("datetime", "date", b"M\xd0\x07K\x01K\x02\x87"),
-    bytearray: call("builtins", "bytearray", b"K\x09\x85"),
     int: call("builtins", "int", text("12") + b"\x85"),
-    bytes: call("builtins", "bytes", b"K\x09\x85"),
-    frozenset: call("builtins", "frozenset", b"]\x85"),
     type(None): call("builtins", "NoneType", b")"),
     torch.dtype: call("torch", "dtype", b")"),
-    np.bool_: call(np.bool_.__module__, np.bool_.__qualname__, b"K\x01\x85"),
     np.longlong: call("numpy", "longlong", b"K\x01\x85"),
     type(np.dtype("f4")): call(type(np.dtype("f4")).__module__, type(np.dtype("f4")).__qualname__, b")"),
     UUID: fetch("uuid", "UUID") + b")\x81}" + text("int") + b"K\x01sb",

@@ -33,7 +33,8 @@ REFUSED: dict[str, bytes] = {
     "size beyond the file": tensors(b"77777777777"),
     "GNU sparse": tensors(SIZE, kind=b"S"),
     "pax size of a million digits": tensors(SIZE, record(b"size", b"9" * 1_000_000)),
-    "pax path of a megabyte": tensors(SIZE, record(b"path", b"p" * 1_000_000)),
+    # for webdataset's own pattern, half an hour
+    "pax path of a megabyte": tensors(SIZE, record(b"path", b"a/" * 500_000)),
     "extended header of 2 GiB": SKEL + raw_header(b"pax", b"x", b"20000000000") + CONTENT + END,
     "global size": pax(record(b"size", b"1"), kind=b"g") + GOOD + END,
     "a path of a megabyte for all": pax(record(b"path", b"p" * 1_000_000), kind=b"g")

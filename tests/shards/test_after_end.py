@@ -6,6 +6,7 @@ import io
 import shutil
 import subprocess
 import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,21 +17,26 @@ from tests.shards.damage import contents_of, erase, faults, members, write
 from tests.shards.tars import BLOCK, FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
 
 
-def assert_refused(path: Path, call: Callable[[], object] | None = None) -> tc.FormatError:
+def assert_refused(path: Path, call: Callable[[], object] | None = None, kind: str = "trailing") -> tc.FormatError:
     """Return the error of `call`, by default of `write_index`, after which everything is as it was."""
     before = contents_of(path.parent)
     with pytest.raises(tc.FormatError, match=r"tc\.repair") as caught:
         call() if call is not None else tc.write_index(path)
     assert contents_of(path.parent) == before
-    assert caught.value.kind == "trailing"
+    assert caught.value.kind == kind
     assert str(path) in str(caught.value)
     return caught.value
 
 
+def erase_from(path: Path, name: str) -> int:
+    """Overwrite a member and all that follows with zeros; return the offset of its header."""
+    begin = members(path)[name][0] - BLOCK
+    erase(path, begin, path.stat().st_size)
+    return begin
+
+
 @pytest.mark.parametrize(
-    "tail",
-    [build([("z.json", b"1")]), bytes(8192) + build([("z.json", b"1")]), b"x", bytes(5000) + b"x", b"tcindex1"],
-    ids=["a tar", "zeros and a tar", "a byte", "zeros and a byte", "a magic"],
+    "tail", [bytes(8192) + build([("z.json", b"1")]), b"x", b"tcindex1"], ids=["zeros and a tar", "a byte", "a magic"]
 )
 @pytest.mark.parametrize("has_footer", [True, False])
 def test_not_an_index(tmp_path: Path, tail: bytes, has_footer: bool) -> None:
@@ -87,6 +93,64 @@ def test_members_over_a_stale_index(tmp_path: Path) -> None:
         lost = archive.getmember("z05.json").offset
     erase(path, lost, lost + BLOCK)
     assert_refused(path)
+
+
+# --- zeros up to the end of the file: if the manifest lists the samples that they replaced, nothing leaves these out unnoticed
+
+
+@pytest.mark.parametrize("has_footer", [True, False])
+@pytest.mark.parametrize("num_left", [0, 5])
+def test_zeros_up_to_the_end(tmp_path: Path, has_footer: bool, num_left: int) -> None:
+    path = write(tmp_path / "a", 12, footer=has_footer)
+    begin = erase_from(path, f"{num_left:03d}.skel.pyd")
+    calls: list[Callable[[], object]] = [lambda: tc.write_index(path)]
+    if num_left:
+        calls += [
+            lambda: tc.ShardWriter(tmp_path / "a" / "%06d.tar", footer=False, resume=True),
+            lambda: tc.drop(path.parent, tmp_path / "out", ["001"]),
+            lambda: tc.export_cache(tc.open(path), tmp_path / "out", "pt"),
+        ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of `open`
+        for call in calls:
+            error = assert_refused(path, call, "lost")
+            assert isinstance(error, tc.TarFormatError)
+            assert error.offset == begin
+            assert f"zeros after {num_left} " in str(error)
+    assert list(tmp_path.iterdir()) == [path.parent]
+    assert not tc.verify(path.parent).ok
+    with pytest.raises(tc.FormatError, match="but the manifest lists 12"):
+        list(tc.open(path.parent))
+
+
+def test_open_warns(tmp_path: Path) -> None:
+    path = write(tmp_path, 12)
+    begin = erase_from(path, "005.skel.pyd")
+    with pytest.warns(
+        UserWarning, match=rf"byte {begin}: zeros after 5 samples, although manifest\.json lists 12"
+    ) as caught:
+        assert len(tc.open(path)) == 5
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_manifest_of_another_file_is_not_believed(tmp_path: Path, count: int) -> None:
+    """Written again, shorter or longer, by a writer that leaves the manifest as it is, and zeros up to a record of tar."""
+    path = write(tmp_path / "a", 12, footer=False)
+    other = write(tmp_path / "other", count, footer=False, dali_index=False, manifest=False)
+    path.write_bytes(other.read_bytes() + bytes(2048))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(tc.open(path)) == count
+    assert list(tc.write_index(path).keys) == [f"{i:03d}" for i in range(count)]
+
+
+def test_a_wrong_count_is_corrected_where_no_member_can_be_lost(tmp_path: Path) -> None:
+    path = write(tmp_path, 3)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"nsamples": 3', '"nsamples": 9'))
+    tc.write_index(path)
+    assert tc.verify(tmp_path).ok
 
 
 # --- what verify and repair do with it ---

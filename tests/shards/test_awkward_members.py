@@ -13,49 +13,37 @@ from tests.same import assert_same
 from tests.shards.damage import sample
 from tests.shards.tars import BLOCK, build, build_with_tarfile, pax, raw_header, record, special
 
-NAMES = ["compressed.bin", "truncated.txt", "pax record", "byte 7: a long name.x"]
+NAME = b"byte 7: truncated.x"
 
 
-def sparse(name: bytes) -> bytes:
-    """Return a GNU sparse member whose content is the header of a sample's member."""
-    header = raw_header(name, b"S", b"%011o" % (2 * BLOCK))
-    return header + raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
+INNER = raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
+SPARSE = record(b"GNU.sparse.major", b"1"), record(b"GNU.sparse.minor", b"0")
+EMPTY = raw_header(NAME, b"0", b"0")
 
 
-def pax_sparse(name: bytes) -> bytes:
-    """Return a sparse member as pax has it, its name once more before the records."""
-    records = record(b"GNU.sparse.major", b"1"), record(b"GNU.sparse.minor", b"0"), record(b"GNU.sparse.name", name)
-    content = raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
-    return pax(*records) + raw_header(name, b"0", b"%011o" % len(content)) + content
+def damaged(header: bytes) -> bytes:
+    """Return a header that lost a bit."""
+    return header[:110] + bytes([header[110] ^ 1]) + header[111:]
 
 
-def damaged(name: bytes) -> bytes:
-    """Return a member with a header that lost a bit."""
-    header = bytearray(raw_header(name, b"0", b"00000000003"))
-    header[110] ^= 1
-    return bytes(header) + b"123".ljust(BLOCK, b"\0")
-
-
-FOREIGN: dict[str, Any] = {
-    "sparse": sparse,
-    "sparse, pax": pax_sparse,
-    "sparse, two extended headers": lambda name: (
-        pax(record(b"GNU.sparse.size", b"9"), record(b"comment", name))
-        + pax(name + b"\0", kind=b"L")
-        + raw_header(name, b"0", b"0")
-    ),
-    "damaged": damaged,
-    "a bad size": lambda name: raw_header(name, b"0", b"12x4"),
-    "a link": lambda name: raw_header(name, b"2", b"0"),
-    "a bad pax record": lambda name: pax(name) + raw_header(name, b"0", b"0"),
-    "a long name without end": lambda name: pax(name, kind=b"L") + raw_header(name, b"0", b"0"),
+FOREIGN: dict[str, bytes] = {
+    # The content is the header of a sample's member.
+    "sparse": raw_header(NAME, b"S", b"%011o" % len(INNER)) + INNER,
+    "sparse, pax": pax(*SPARSE, record(b"GNU.sparse.name", NAME))
+    + raw_header(NAME, b"0", b"%011o" % len(INNER))
+    + INNER,
+    "sparse, two extended headers": pax(*SPARSE) + pax(NAME + b"\0", kind=b"L") + EMPTY,
+    "damaged": damaged(raw_header(NAME, b"0", b"00000000003")) + b"123".ljust(BLOCK, b"\0"),
+    "a bad size": raw_header(NAME, b"0", b"12x4"),
+    "a link": raw_header(NAME, b"2", b"0"),
+    "a bad pax record": pax(NAME) + EMPTY,
+    "a long name without end": pax(NAME, kind=b"L") + EMPTY,
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", FOREIGN)
 @pytest.mark.parametrize("at", [0, 3])
-def test_no_sample_is_lost(tmp_path: Path, kind: str, name: str, at: int) -> None:
+def test_no_sample_is_lost(tmp_path: Path, kind: str, at: int) -> None:
     """Also not in the middle of a sample."""
     halves = [
         build([(f"{i:03d}.{suffix}", half)])[:-1024]
@@ -63,7 +51,7 @@ def test_no_sample_is_lost(tmp_path: Path, kind: str, name: str, at: int) -> Non
         for suffix, half in zip(("skel.pyd", "safetensors"), tc.encode_sample(sample(i)), strict=True)
     ]
     path = tmp_path / "x.tar"
-    path.write_bytes(b"".join([*halves[:at], FOREIGN[kind](name.encode()), *halves[at:]]) + bytes(1024))
+    path.write_bytes(b"".join([*halves[:at], FOREIGN[kind], *halves[at:]]) + bytes(1024))
     report = tc.verify(path, num_threads=1)
     assert (report.num_samples, report.num_damaged, report.num_lost) in {(4, 0, 0), (5, 0, 0)}, report
     tc.repair(path, tmp_path / "out")

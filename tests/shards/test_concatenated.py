@@ -67,7 +67,6 @@ def copies(out: Path) -> dict[str, Callable[[Path], object]]:
         "merge": lambda path: tc.merge([path], out),
         "drop": lambda path: tc.drop(path.parent, out, ["000"]),
         "export npz": lambda path: tc.export_cache(tc.open(path), out, "npz"),
-        "export webdataset": lambda path: tc.export_cache(tc.open(path)[:2], out, "webdataset"),
         "export a join": lambda path: tc.export_cache(tc.join([tc.open(path)]), out, "npz"),
         "build": lambda path: tc.build(range(3), lambda items: items, out, reuse=path.parent, fingerprint={}),
         "resume": lambda path: tc.ShardWriter(path, resume=True),

@@ -102,3 +102,30 @@ def test_a_manifest_with_other_values(tmp_path: Path) -> None:
         manifest.write_text(json.dumps(document))
         with pytest.raises(error):
             tc.open(tmp_path, expect=MADE)
+
+
+@pytest.mark.parametrize("had_footer", [True, False])
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_write_index_keeps_fingerprints(tmp_path: Path, has_manifest: bool, had_footer: bool) -> None:
+    path = tmp_path / "x.tar"
+    with tc.ShardWriter(path, fingerprint=MADE, footer=had_footer or not has_manifest, manifest=has_manifest) as sink:
+        sink.write("a", {"x": 1})
+    for _ in range(2):
+        assert tc.write_index(path).fingerprint == MADE
+        for source in [path, tmp_path] if has_manifest else [path]:
+            assert tc.open(source, expect=MADE).fingerprint == MADE
+            assert tc.verify(source).ok
+    if had_footer:  # an index whose digest fails is ignored; the manifest has the fingerprint, too
+        content = path.read_bytes()
+        path.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+        Path(f"{path}.index").unlink()
+        assert tc.write_index(path).fingerprint == (MADE if has_manifest else None)
+
+
+def test_a_fingerprint_of_another_file_is_not_taken(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    with tc.ShardWriter(path, fingerprint=MADE, manifest=False) as sink:
+        sink.write("a", {"x": 1})
+    tc.write_index(path)
+    (write(tmp_path / "other", None, footer=False) / "0.tar").rename(path)
+    assert tc.write_index(path).fingerprint is None
