@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import struct
+import time
 from pathlib import PurePosixPath
 
 import pytest
@@ -154,9 +155,10 @@ def test_shared_objects_are_not_walked_for_each_call() -> None:
     written = tc.encode_sample([Node(str(number), shared) for number in range(count)], allow=[Node])
     cls = fetch(Node.__module__, "Node") + b"\x94"
     body = b"](" + b"]" * count + b"e\x940](" + cls + b"h\x00\x85R" + b"h\x01h\x00\x85R" * count + b"e"
-    with little_memory(100_000_000):
-        assert len(tc.decode_sample(*written, allow=[Node])) == count
-        assert len(decode(body, allow=[Node])) == count + 1
+    started = time.process_time()
+    assert len(tc.decode_sample(*written, allow=[Node])) == count
+    assert len(decode(body, allow=[Node])) == count + 1
+    assert time.process_time() - started < 20
 
 
 SMALL = {
