@@ -6,7 +6,6 @@ from struct import Struct
 
 import xxhash
 
-from tests.hostile.colliding import CONTAINERS, KEYS, container
 from wds_tensorcache.codec.binding import MAGIC as PREAMBLE_MAGIC
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, sign_header
 from wds_tensorcache.codec.header import build_safetensors_header, is_bound
@@ -19,9 +18,7 @@ ARRAYS = ["names", "keys.text", "keys.ends", "layouts.form", "layouts.data_begin
 ARRAYS += [f"cache.{number}.{column}" for number in range(2) for column in CACHE]
 ARRAYS += [f"member.{number}.{column}" for number in range(2) for column in ("rows", "begin", "nbytes")]
 RECORD = Struct("<BBH")  # number in ARRAYS, exponent of the element's width, elements
-KEY_RECORD = Struct("<BBHHHBB")  # container, type of its keys, how many, the first, the step, copies, tuples around it
 _NUMBERS = Struct("<QQQ")
-_MAX_KEYS = 1000  # of an input
 
 
 def bound(data: bytes) -> tuple[bytes, bytes, bool]:
@@ -81,18 +78,3 @@ def tar_of(data: bytes) -> bytes:
     if how[0] & 2:
         archive += bytes(padding(len(archive))) + END_OF_ARCHIVE
     return bytes(archive)
-
-
-def keys_of(data: bytes) -> bytes:
-    """Return the opcodes of a list of containers, one for each record."""
-    left, parts = _MAX_KEYS, [b"]("]
-    for at in range(0, len(data) - KEY_RECORD.size + 1, KEY_RECORD.size):
-        where, what, count, first, step, copies, depth = KEY_RECORD.unpack_from(data, at)
-        make = list(KEYS.values())[what % len(KEYS)]
-        copies = 1 + copies % 32 if at == 0 else 1  # the memo begins with the first
-        count = min(count, left // copies)
-        left -= count * copies
-        if count:
-            keys = [make((first + step * number) % 65_536) + b"\x85" * (depth % 8) for number in range(count)]
-            parts.append(container(list(CONTAINERS)[where % len(CONTAINERS)], keys, copies))
-    return b"".join([*parts, b"e"])

@@ -25,8 +25,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.fuzz import known
-from tests.fuzz.forge import bound, footer_of, keys_of, tar_of
-from tests.hostile.colliding import count_calls
+from tests.fuzz.forge import bound, footer_of, tar_of
 from wds_tensorcache.codec import header as headers
 from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
@@ -47,7 +46,6 @@ SAMPLES: list[Any] = [
     [np.arange(3), torch.tensor([True, False]), {"x": torch.zeros(2, dtype=torch.complex32), "y": {1, 2}}],
 ]
 _MEMBER = tc.encode_sample(SAMPLES[2])[1]
-_NO_TENSORS = tc.encode_sample(0)[1]
 _MAX_ROWS = 16
 
 
@@ -263,19 +261,6 @@ def stream(data: bytes) -> None:
         attempt(lambda: list(stage([{"url": "x.tar", "stream": Pieces(archive)}])))
 
 
-def keys(data: bytes) -> None:
-    """Containers of colliding keys, as the input describes them: at most 10,000 parts of keys are placed.
-
-    Counted without the package: the hashes and comparisons in Python. A thousand keys that have them may all be compared
-    with each other, and again when their table grows.
-    """
-    body = keys_of(data)
-    found, calls = count_calls(lambda: attempt(tc.decode_sample, b"\x80\x04" + body + b".", _NO_TENSORS))
-    assert calls <= 3_000_000, f"{calls} calls for {len(body)} bytes"
-    if found is not REFUSED:
-        _round_trip(found)
-
-
 def verify(data: bytes) -> None:
     """A shard that may be damaged: without faults it can be read, and otherwise its repaired samples are intact.
 
@@ -302,5 +287,5 @@ def verify(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
-    target.__name__: target for target in (header, skeleton, sample, template, index, footer, tar, stream, keys, verify)
+    target.__name__: target for target in (header, skeleton, sample, template, index, footer, tar, stream, verify)
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -21,6 +22,11 @@ PROTO = b"\x80\x04"
 def text(value: str) -> bytes:
     raw = value.encode()
     return b"\x8c" + bytes([len(raw)]) + raw
+
+
+def integer(value: int) -> bytes:
+    raw = value.to_bytes((value + (value < 0)).bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw)) + raw
 
 
 def fetch(module: str, name: str) -> bytes:

@@ -15,8 +15,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from tests.hostile.colliding import MODULUS, integer
-from tests.hostile.pickles import little_memory
+from tests.hostile.pickles import integer, little_memory
 from tests.same import tensor_bytes
 
 
@@ -59,7 +58,7 @@ def tensor(offset: bytes, size: bytes, stride: bytes, count: bytes = b"K\x04", *
 
 
 SHARED = b"K\x01\x85" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
-COLLIDING = b"".join(integer(i * MODULUS) + b"N" for i in range(1, 32_000))
+KEYS = b"".join(integer(i) + b"N" for i in range(10_001))
 LIST = b"](" + b"K\x01" * 50_000 + b"eq\x000"
 HUGE = b"\x8a\x08" + struct.pack("<q", 1 << 60)
 V3 = fetch("torch._utils", "_rebuild_tensor_v3") + b"(" + storage(b"K\x04") + b"K\x00K\x01\x85K\x01\x85\x89" + HOOKS
@@ -67,8 +66,8 @@ ATTACKS = {
     "a key that shares its parts": b"}" + SHARED + b"Ns",
     "a set's element that shares its parts": fetch("__builtin__", "set") + b"](" + SHARED + b"e\x85R",
     "a dtype that shares its parts": V3 + SHARED + b"tR",
-    "keys that collide": b"}(" + COLLIDING + b"u",
-    "elements that collide": fetch("__builtin__", "set") + b"](" + COLLIDING.replace(b"N", b"") + b"e\x85R",
+    "too many keys": b"}(" + KEYS + b"u",
+    "too many elements": fetch("__builtin__", "set") + b"](" + KEYS.replace(b"N", b"") + b"e\x85R",
     "one list for many sets": LIST + b"](" + (fetch("__builtin__", "set") + b"h\x00\x85R") * 20_000 + b"e",
     "a bytearray of a size": fetch("__builtin__", "bytearray") + b"J" + struct.pack("<i", 1 << 30) + b"\x85R",
     "bytes of a size": fetch("__builtin__", "bytes") + b"J" + struct.pack("<i", 1 << 30) + b"\x85R",

@@ -10,8 +10,7 @@ from pathlib import PurePosixPath
 import pytest
 
 import wds_tensorcache as tc
-from tests.hostile.colliding import integer
-from tests.hostile.pickles import call, decode, fetch, little_memory, refused, text
+from tests.hostile.pickles import call, decode, fetch, integer, little_memory, refused, text
 from tests.hostile.test_skeletons import Node
 
 BAD_ARGUMENTS = {
