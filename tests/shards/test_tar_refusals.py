@@ -13,20 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
-from tests.shards.tars import (
-    FORMATS,
-    LAST,
-    UNUSUAL,
-    ZOO,
-    build,
-    build_with_tarfile,
-    by_tarfile,
-    of_samples,
-    pax,
-    raw_header,
-    record,
-    scan,
-)
+from tests.shards import tars
+from tests.shards.tars import LAST, UNUSUAL, build, by_tarfile, of_samples, pax, raw_header, record, scan
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*links to other files are not followed")
 
@@ -34,22 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*links to other files are not f
 
 GOOD = raw_header(b"a", b"0", b"1") + bytes(512)
 SPARSE = record(b"GNU.sparse.major", b"1") + record(b"GNU.sparse.minor", b"0")
-HUGE, LONG = (raw_header(b"pax", kind, b"%o" % (1 << 21)) + b"q" * (1 << 21) for kind in (b"x", b"L"))
+HUGE = raw_header(b"pax", b"x", b"%o" % (1 << 21)) + b"q" * (1 << 21)
 IS_HUGE = "byte 0: the extended header has 2097152 bytes, expected at most 1048576"
 IS_SPARSE = "a GNU sparse member, expected one without holes"
-MALFORMED = [
-    b"x",
-    b"0 a=b\n",
-    b"5 a=b\n",
-    b"7 a=b\n",
-    b"6 a-b\n",
-    b"5 =b\n",
-    b" 6 a=b",
-    b"-6 a=b\n",
-    b"6 a=b\0",
-    b"3 \n",
-]
-MALFORMED += [b"9" * 20 + b" a=b\n", b"9" * 19 + b" a=b\n"]
+MALFORMED = [b"x", b"0 a=b\n", b"7 a=b\n", b"6 a-b\n", b"5 =b\n", b"-6 a=b\n", b"6 a=b\0", b"9" * 20 + b" a=b\n"]
 
 
 def sized(size: bytes) -> bytes:
@@ -60,75 +36,45 @@ def with_record(key: bytes, value: bytes) -> bytes:
     return pax(record(key, value)) + GOOD + LAST
 
 
+TOO_LARGE = GOOD + raw_header(b"b", b"0", b"1750") + bytes(999)
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "byte 0: the file is empty, expected a tar"),
-    "gzip": (
-        gzip.compress(GOOD + LAST),
-        "byte 0: gzip: a compressed tar cannot be indexed; unpack it with `gunzip`, or read",
-    ),
-    "text": (
-        b"hello" * 200,
-        r"byte 0: bad checksum: the bytes add up to \d+, the header has b'\w+'; the file is not a tar",
-    ),
-    "web page": (
-        b" <!DOCTYPE html>" + b"x" * 999,
-        ".* but seems to be a web page, .*; check the url, and download the shard",
-    ),
-    "pointer": (
-        b"version https://git-lfs.github.com/spec/v1",
-        ".* seems to be a pointer of Git LFS, .*; run `git lfs pull`",
-    ),
-    "error of a store": (
-        b"<Error><Code>AccessDenied" * 99,
-        ".* seems to be XML, perhaps the error of an object store; check",
-    ),
-    "zip": (b"PK\x03\x04" * 200, ".* seems to be a zip, .*; `tensorcache import` "),
-    "safetensors": (b"\x10" + bytes(7) + b'{"a":' * 200, r".* seems to be a \.safetensors file; `tensorcache import` "),
-    "picture": (b"\x89PNG\r\n\x1a\n" * 99, r".* seems to be a picture, as \.png, .*; check the path"),
+    "gzip": (gzip.compress(GOOD + LAST), "byte 0: gzip: a compressed tar cannot be indexed; .*gunzip"),
+    "text": (b"hello" * 200, "byte 0: bad checksum: .*; the file is not a tar"),
+    "web page": (b" <!DOCTYPE html>" + b"x" * 999, ".* seems to be a web page, .*; check the url"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1", ".* seems to be a pointer of Git LFS, .*git lfs pull"),
+    "error of a store": (b"<Error><Code>AccessDenied" * 99, ".* seems to be XML, perhaps the error of an object store"),
+    "zip": (b"PK\x03\x04" * 200, ".* seems to be a zip, .*tensorcache import"),
+    "safetensors": (b"\x10" + bytes(7) + b'{"a":' * 200, r".* seems to be a \.safetensors file; `tensorcache import`"),
+    "picture": (b"\x89PNG\r\n\x1a\n" * 99, r".* seems to be a picture, as \.png"),
     "JSON": (b'{"a": 1}' * 99, "byte 0: the file is not a tar, but seems to be JSON; pass a shard, or the folder"),
     "checksum": (GOOD + GOOD[:3] + b"x" + GOOD[4:] + LAST, "byte 1024: bad checksum: the bytes add up to 005325, the"),
     # the signed bytes add up to -1
     "signed checksum": (b"\x80\x80\xff".ljust(148, b"\0") + b"z" * 8 + bytes(356) + LAST, "byte 0: bad checksum"),
     "checksum is not a number": (GOOD + GOOD[:148] + b"\xfe2345678" + GOOD[156:] + LAST, "byte 1024: bad checksum"),
-    "short": (
-        b"abc",
-        "byte 0: truncated: the file ends at byte 3, without an end-of-archive block; the file is not a tar",
-    ),
+    "short": (b"abc", "byte 0: truncated: the file ends at byte 3, .*; the file is not a tar"),
     "ends after a member": (GOOD * 3, "byte 3072: truncated: the file ends at byte 3072, without an end"),
     "ends in padding": (GOOD * 3 + GOOD[:700], "byte 4096: truncated: the file ends at byte 3772"),
-    "ends in content": (
-        GOOD + raw_header(b"b", b"0", b"1750") + bytes(999),
-        "byte 1024: truncated, or a wrong size: b'b' has 1000 bytes from byte 1536 on, but the file has 2535",
-    ),
+    "ends in content": (TOO_LARGE, "byte 1024: truncated, or a wrong size: b'b' has 1000 bytes from byte 1536 on, but"),
     "negative size": (sized(b"-7"), "byte 0: the size is b'-7.*', expected a non-neg"),
     "negative base 256": (sized(b"\xff" * 11 + b"\xfe"), "byte 0: the size is b'.*, expected a non-neg"),
-    "size is not a number": (sized(b"12x4"), "byte 0: the size is b'12x4.*', expected a non-neg"),
     "size of 2^88": (sized(b"\x80" + b"\xff" * 11), f"byte 0: .* b'a' has {2**88 - 1} bytes"),
     "sparse": (raw_header(b"a", b"S", b"0") + LAST, f"byte 0: b'a' is {IS_SPARSE}"),
     "sparse, pax": (GOOD + pax(SPARSE) + GOOD + LAST, f"byte 1536: {IS_SPARSE}"),
     "large records": (HUGE + LAST, IS_HUGE),
     "long name without end": (pax(b"qqq", kind=b"L") + GOOD + LAST, "byte 512: the long name has 3 bytes, expected"),
-    "records end the archive": (
-        GOOD + pax(record(b"a", b"b")) + bytes(1024),
-        "byte 2048: the archive ends after an ext",
-    ),
+    "records end the archive": (GOOD + pax(record(b"a", b"b")) + bytes(1024), "byte 2048: the archive ends after an"),
     "records end the file": (GOOD + pax(record(b"a", b"b")), "byte 2048: truncated: the file ends at byte 2048, with"),
-    "global size": (
-        pax(record(b"size", b"1"), kind=b"g") + GOOD + LAST,
-        "byte 0: a global pax header declares one size",
-    ),
+    "global size": (pax(record(b"size", b"1"), kind=b"g") + GOOD + LAST, "byte 0: a global pax header declares one"),
     "pax size is negative": (with_record(b"size", b"-1"), "byte 512: the pax record of a size has .* b'-1'"),
     "pax size is long": (with_record(b"size", b"9" * 20), "byte 512: the pax record of a size has .* b'9+'"),
     "pax size beyond": (with_record(b"size", b"99999"), "byte 1024: truncated, .* b'a' has 99999 bytes"),
     "pax path is empty": (with_record(b"path", b"/"), "byte 512: the pax record of a path has .* b'/'"),
     "second record": (pax(record(b"a", b"b"), b"9 a=b\n") + GOOD + LAST, "byte 518: malformed pax record b'9 a=b"),
-    **{
-        f"records {records!r}": (
-            pax(records) + GOOD + LAST,
-            f"byte 512: malformed pax record {re.escape(repr(records))}",
-        )
-        for records in MALFORMED
-    },
+}
+REFUSED |= {
+    f"records {records!r}": (pax(records) + GOOD + LAST, f"byte 512: malformed pax record {re.escape(repr(records))}")
+    for records in MALFORMED
 }
 
 
@@ -142,7 +88,7 @@ def test_refusals(archive: bytes, message: str) -> None:
 
 SOURCES = [
     build([(f"{i}.json", bytes([i]) * (70 * i)) for i in range(12)]),
-    *[build_with_tarfile(ZOO[:10], format) for format in FORMATS.values()],
+    *[tars.build_with_tarfile(tars.ZOO[:10], format) for format in tars.FORMATS.values()],
     *[first + LAST for first in UNUSUAL.values()],
 ]
 
