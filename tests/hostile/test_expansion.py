@@ -139,11 +139,3 @@ def test_honest_shards_need_none(tmp_path: Path, kind: str) -> None:
     tars = tc.tarfile_to_samples()
     for expected, sample in zip(tars([{"url": str(plain)}]), tars([{"url": str(packed)}]), strict=True):
         assert {**sample, "__url__": None} == {**expected, "__url__": None}
-
-
-@pytest.mark.parametrize("make", [tc.tarfile_to_samples, lambda **options: tc.ResumablePipeline("x.tar", **options)])
-def test_a_negative_limit(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.tar").touch()
-    with pytest.raises(ValueError, match="max_expanded_nbytes=-1"):
-        make(max_expanded_nbytes=-1)
