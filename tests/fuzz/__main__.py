@@ -30,11 +30,7 @@ def main() -> int:
         "--findings", type=Path, default=Path("fuzz_out"), help="new inputs, and those that break a target"
     )
     parser.add_argument("--jobs", type=int, default=1, help="targets at a time")
-    parser.add_argument("--measure", type=Path, metavar="FILE", help="only print the processor time of this input")
     options = parser.parse_args()
-    if options.measure:
-        print(measure(options.targets[0], options.measure.read_bytes()))
-        return 0
     if importlib.util.find_spec("atheris") is None:
         print(f"atheris is missing, and has no wheel for every Python: nothing is fuzzed on {sys.version.split()[0]}")
         return 0
@@ -91,24 +87,14 @@ def report(target: str, code: int, findings: Path) -> None:
         print("\n".join(lines[-25:]), flush=True)  # the traceback, and the input in base64
 
 
-def measure(target: str, data: bytes) -> float:
-    """Return how many seconds of processor time one input takes, the second time."""
-    from tests.fuzz.targets import run
-
-    run(target, data)
-    began = time.process_time()
-    run(target, data)
-    return time.process_time() - began
-
-
 def measure_apart(target: str, data: bytes) -> float:
-    """Return the same as `measure`, of a process without the fuzzer's instruments, which make code several times slower."""
-    with tempfile.NamedTemporaryFile() as file:
-        file.write(data)
-        file.flush()
-        command = [sys.executable, "-m", "tests.fuzz", target, f"--measure={file.name}"]
-        lines = subprocess.run(command, stdout=subprocess.PIPE, cwd=HERE.parent.parent, check=True).stdout.splitlines()
-    return float(lines[-1])
+    """Return how many seconds an input takes the second time, without the fuzzer's instruments, which slow code down."""
+    code = (
+        "import sys, time; from tests.fuzz.targets import run; data = sys.stdin.buffer.read(); run(sys.argv[1], data); "
+    )
+    code += "began = time.process_time(); run(sys.argv[1], data); print(time.process_time() - began)"
+    command = [sys.executable, "-c", code, target]
+    return float(subprocess.run(command, input=data, stdout=subprocess.PIPE, cwd=HERE.parent.parent, check=True).stdout)
 
 
 def fuzz(target: str, run: Callable[[str, bytes], None], seconds: int, findings: Path) -> None:

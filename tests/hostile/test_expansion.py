@@ -123,9 +123,8 @@ def test_honest_masks_of_zeros_need_the_option(tmp_path: Path) -> None:
         assert [(cache["i"], int(cache["mask"].load().argmax())) for cache in found] == [(i, i) for i in range(80)]
 
 
-@pytest.mark.parametrize("kind", COMPRESSORS)
 @pytest.mark.long
-def test_honest_shards_need_none(tmp_path: Path, kind: str) -> None:
+def test_honest_shards_need_none(tmp_path: Path) -> None:
     numbers = np.random.default_rng(1)
     words = [f"word{i}" for i in range(500)]
     with tc.ShardWriter(tmp_path / "a-%d.tar", manifest=False) as sink:
@@ -133,8 +132,8 @@ def test_honest_shards_need_none(tmp_path: Path, kind: str) -> None:
         sink.write("text", [" ".join(numbers.choice(words, 12)) for _ in range(10_000)])
         for i in range(2_000):
             sink.write(f"{i:04d}", {"x": torch.zeros(64), "caption": " ".join(numbers.choice(words, 30)), "n": i})
-    plain, packed = tmp_path / "a-0.tar", tmp_path / f"a.tar.{kind}"
-    packed.write_bytes(COMPRESSORS[kind](plain.read_bytes()))
+    plain, packed = tmp_path / "a-0.tar", tmp_path / "a.tar.bz2"
+    packed.write_bytes(bz2.compress(plain.read_bytes()))
     assert 5 * packed.stat().st_size < plain.stat().st_size
     tars = tc.tarfile_to_samples()
     for expected, sample in zip(tars([{"url": str(plain)}]), tars([{"url": str(packed)}]), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -165,4 +166,9 @@ def test_names_of_folders(here: Path, name: str) -> None:
             assert streamed(pattern.format(folder)) == ["0.tar"]
             if ":" not in name or "*" not in pattern:
                 assert opened(pattern.format(folder)) == ["0.tar"]
+    for i in range(2):
+        with tc.ShardWriter(here / name / "out" / "[a]{b,c}-%d.tar", max_samples=1, resume=True, fsync=False) as sink:
+            sink.write(f"k{i}", {"x": i})
+    with tc.open(here / name / "out") as cache:
+        assert [sample["x"] for sample in pickle.loads(pickle.dumps(cache))] == [0, 1]
     assert not (here / "OWNED").exists()

@@ -115,36 +115,6 @@ def test_a_changed_shard_is_refused(tmp_path: Path, change: str) -> None:
     assert run_in_child(work, kill_after_s=60) == 0  # a signal ends the child, not the tests
 
 
-NAMES = ["new\nline", "{1..2}", "[ab]", os.fsdecode(b"\xff\xe9"), "%06d", "-rf", "'\""]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_names_of_files(tmp_path: Path, name: str) -> None:
-    folder, path = tmp_path / name, tmp_path / name / f"{name}.tar"
-    folder.mkdir()
-    write(tmp_path / "x.tar", 1)
-    os.replace(tmp_path / "x.tar", path)
-    for source in (path, folder):
-        with tc.open(source) as cache:
-            assert int(cache.read_batch(["k1"])["small"][0, 0]) == 1
-            assert int(pickle.loads(pickle.dumps(cache))[0]["small"].load()[0]) == 1
-    tc.write_index(path)
-    os.truncate(path, 700)
-    with pytest.raises(tc.FormatError) as caught:
-        tc.open(path)
-    assert str(path) in str(caught.value)
-    os.remove(path)
-    if "%" in name:
-        with pytest.raises(ValueError, match="expected at most one number"):
-            tc.ShardWriter(path, resume=True)
-        return
-    for i in range(2):
-        with tc.ShardWriter(folder / f"{name}-%d.tar", max_samples=1, resume=True, fsync=False) as sink:
-            sink.write(f"k{i}", {"x": torch.full((3,), i)})
-    with tc.open(folder) as cache:
-        assert cache.read_batch(["k0", "k1"])["x"][:, 0].tolist() == [0, 1]
-
-
 def test_a_shard_that_is_replaced_under_a_cache(tmp_path: Path) -> None:
     for name in "ab":
         with tc.ShardWriter(tmp_path / f"{name}.tar") as sink:

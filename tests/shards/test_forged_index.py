@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "keys that end too soon": (replace(keys__text=np.full(9, 65, U8)), "keys that overlap"),
     "empty keys": (replace(keys__ends=np.array([0, 2, 4, 8], U8)), "empty keys"),
     "an array is missing": (lambda arrays: arrays.pop("cache.0.digest"), "incomplete"),
-    "skeletons that overlap": (replace(cache__0__skeleton_nbytes=np.array([11000, 8000, 5000, 2000])), "overlap"),
+    "skeletons that overlap": (replace(cache__0__skeleton_nbytes=np.array([11000, 8000, 5000, 2000], U64)), "overlap"),
     "huge shapes": (replace(layouts__dims=np.full(4, (1 << 64) - 1, U64)), "impossible size"),
     "a huge beginning": (replace(layouts__data_begin=np.full(2, (1 << 64) - 8, U64)), "impossible size"),
     "an array of floats": (replace(keys__ends=np.ones(4)), r"the array 'keys.ends': 'F64\[4\]"),
