@@ -111,16 +111,16 @@ def test_zeros(tmp_path: Path, kind: str, members: int) -> None:
 
 def test_honest_masks_of_zeros_need_the_option(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "a-%d.tar", manifest=False) as sink:
-        for i in range(80):
+        for i in range(66):
             mask = torch.zeros(1 << 20, dtype=torch.uint8)
             mask[i] = 1
             sink.write(f"{i:03d}", {"mask": mask, "i": i})
     path = tmp_path / "a.tar.gz"
-    path.write_bytes(gzip.compress((tmp_path / "a-0.tar").read_bytes()))
+    path.write_bytes(gzip.compress((tmp_path / "a-0.tar").read_bytes(), 6))
     assert "max_expanded_nbytes=" in refused(stream, path)
     for read in (stream, resumable):
         found = [sample["tensorcache"] for sample in read(path, max_expanded_nbytes=1 << 30)]
-        assert [(cache["i"], int(cache["mask"].load().argmax())) for cache in found] == [(i, i) for i in range(80)]
+        assert [(cache["i"], int(cache["mask"].load().argmax())) for cache in found] == [(i, i) for i in range(66)]
 
 
 @pytest.mark.long
