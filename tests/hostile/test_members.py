@@ -131,6 +131,7 @@ BAD = {
     "npz: LZMA": ("npz", zipped([("a.npy", npy(np.zeros(9)))], zipfile.ZIP_LZMA)),
     "npz.gz: bomb in a bomb": ("npz.gz", gzip.compress(PADDED_NPZ)),
     "ten: cut": ("ten", ten(np.arange(100))[:-100]),
+    "ten: huge": ("ten", b"~TenBin~" + struct.pack("<q", 1 << 62) + bytes(64)),
     "ten: negative": ("tb", b"~TenBin~" + struct.pack("<q", -80) + bytes(64)),
     "json: text": ("json", b"{something else"),
     "json: deep": ("json", b"[" * 1_000_000),

@@ -216,3 +216,10 @@ def test_damage_is_not_called_an_attack() -> None:
         tc.decode_sample(damaged, tensors)
     assert caught.value.kind == "damaged"
     assert not isinstance(caught.value, tc.UnsafeSkeletonError)
+
+
+def test_an_error_says_what_it_would_need_also_further_up() -> None:
+    for body, needs in ((fetch("os", "system"), "os.system"), (b"i", None)):
+        with pytest.raises(tc.UnsafeSkeletonError) as caught:
+            decode(body)
+        assert caught.value.needs == caught.value.at("x.tar").needs == needs
