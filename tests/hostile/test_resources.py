@@ -145,7 +145,7 @@ def test_the_numbers_of_a_range_have_at_most_4096_bits(place: int) -> None:
 
 
 def test_shared_objects_are_not_walked_for_each_call() -> None:
-    count = 10_000
+    count = 6_000
     shared = [[number] for number in range(count)]
     written = tc.encode_sample([Node(str(number), shared) for number in range(count)], allow=[Node])
     cls = fetch(Node.__module__, "Node") + b"\x94"

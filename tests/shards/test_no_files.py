@@ -82,3 +82,22 @@ def test_what_is_called_like_a_file_of_ours(tmp_path: Path, name: str, kind: str
             if kind != "folder":
                 raise
         assert not [left for left in os.listdir(tmp_path) if left.endswith((".tmp", ".lock"))], what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_called_like_a_stray(tmp_path: Path, kind: str) -> None:
+    """It is not a stray file: it stays, and has no other effect."""
+    strays = [f".{name}.0123abcd.tmp" for name in ("000000.tar", "000001.tar", "000000.idx", "manifest.json")]
+    names = [tmp_path / name for name in (*strays, ".tensorcache.0123abcd.lock")]
+    for name in names:
+        KINDS[kind](name)
+    KINDS[kind](tmp_path / ".mended.0123abcd.tmp")
+    before = [os.lstat(name).st_ino for name in names]
+    write(tmp_path, per_shard=2)
+    write(tmp_path, per_shard=2, overwrite=True)
+    write(tmp_path, per_shard=2, resume=True)
+    assert len(tc.open(tmp_path)) == 4
+    tc.write_index(tmp_path / "000001.tar")
+    assert tc.verify(tmp_path).ok
+    assert tc.repair(tmp_path, tmp_path / "mended").ok
+    assert [os.lstat(name).st_ino for name in names] == before
