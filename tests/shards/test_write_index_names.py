@@ -74,3 +74,16 @@ def test_shards_in_the_way(path: Path, tmp_path: Path, shard: str, other: str) -
         tc.write_index(tmp_path / shard, dali_index=False)
         assert list(tc.open(tmp_path / shard).keys()) == KEYS
         assert contents_of(tmp_path).keys() == before.keys() | {f"{shard}.index"}
+
+
+@pytest.mark.parametrize(("other", "overwrite"), [("a0.idx", False), ("a0.idx", True), ("a0.index", True)])
+def test_writers_beside_shards_of_such_names(path: Path, tmp_path: Path, other: str, overwrite: bool) -> None:
+    for name in [other, "a0"] if overwrite else [other]:
+        shutil.copy(path, tmp_path / name)
+    before = contents_of(tmp_path)
+    with (
+        pytest.raises(FileExistsError, match=rf"{other} is a tar"),
+        tc.ShardWriter(tmp_path / "a%d", fsync=False, overwrite=overwrite, manifest=False) as sink,
+    ):
+        sink.write("0", {"x": 1})
+    assert contents_of(tmp_path) == before
