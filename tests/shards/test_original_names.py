@@ -77,6 +77,13 @@ def test_keys_of_another_origin(key: str) -> None:
         tc.original_name(key)
 
 
+@pytest.mark.parametrize("wrong", [None, b"a", Path("a")])
+def test_only_text(wrong: Any) -> None:
+    for function in (tc.safe_key, tc.original_name):
+        with pytest.raises(TypeError, match=f"as a str, got a {type(wrong).__name__}"):
+            function(wrong)
+
+
 def test_every_reader_reads_them(tmp_path: Path) -> None:
     keys = {tc.safe_key(name): i for i, name in enumerate(AWKWARD)}
     with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
