@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*links to other files are not f
 MAX_SECONDS = 1
 # real encoder output, edge cases by hand, and what broke a target once (`found-…`)
 FILES = sorted(path for path in (Path(__file__).parent / "corpus").rglob("*") if path.is_file())
-CUTS = 6  # of each file, at offsets derived from its name
+CUTS = 12  # of each file, at offsets derived from its name
 
 each = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.name}")
 
