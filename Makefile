@@ -18,17 +18,18 @@ demo-text: $(VENV)/demo
 	$(BIN)/python examples/cache_text_encoder.py --out demo_out
 
 # What each change should pass. Workers begin with neighboring tests, which share fixtures, and then take over tests of each other.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+# There are two for each of two cores, because many tests wait for processes and servers.
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 test: $(VENV)/dev
-	$(PYTEST) -m "not long"
+	$(PYTEST) -n 4 -m "not long"
 
-# the rest
+# the rest: clusters and trainers, which use all cores themselves
 test-all: $(VENV)/dev $(VENV)/libraries
-	$(PYTEST) -m long
+	$(PYTEST) -n 2 -m long
 
 # Of the oldest packages that are supported; long tests start trainers that do not work with them.
 test-oldest: $(VENV)/dev $(VENV)/oldest
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) -m "not long" tests/codec tests/hostile tests/integrations
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) -n 4 -m "not long" tests/codec tests/hostile tests/integrations
 
 # Writers that are killed at random, and others that go on: nothing is lost, and the bytes are the same in the end.
 kills: $(VENV)/dev
