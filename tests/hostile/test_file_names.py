@@ -144,7 +144,19 @@ def test_what_the_caller_types_is_opened_by_webdataset(here: Path) -> None:
     assert (here / "OWNED").exists()
 
 
-FOLDERS = ["{a,b}", "x{1..2}", "back\\slash", "[ab]", "${base}", "x::pipe:touch OWNED;#", "pipe:touch OWNED;#"]
+FOLDERS = [
+    "{a,b}",
+    "x{1..2}",
+    "back\\slash",
+    "[ab]",
+    "${base}",
+    "x::pipe:touch OWNED;#",
+    "pipe:touch OWNED;#",
+    "new\nline",
+    "\udcff\udce9",
+    "-rf",
+    "'",
+]
 
 
 @pytest.mark.parametrize("name", FOLDERS)
