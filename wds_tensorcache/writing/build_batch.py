@@ -182,7 +182,7 @@ def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
         if not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype) or not len(tensor.flat):
             continue  # torch cannot view no bytes as another dtype
         values = torch.from_numpy(np.array(tensor.flat)).view(dtype)
-        if dtype.itemsize == 1 or dtype is torch.complex32:  # torch has no `isfinite` of these
+        if dtype.itemsize == 1 or dtype is torch.complex32:  # torch's `isfinite` is missing, or wrong, for some
             values = values.to(torch.complex64 if dtype.is_complex else torch.float32)
         if num_bad := len(values) - int(torch.isfinite(values).sum()):
             fault = f"tensor {name!r} has {num_bad:,} values of {len(values):,} that are NaN or infinite"
