@@ -11,6 +11,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+import torch
+
 
 def start(work: Callable[[], object]) -> int:
     """Run `work` in a forked child, which prints the traceback of an exception; return its process id."""
@@ -18,6 +20,7 @@ def start(work: Callable[[], object]) -> int:
     if child == 0:
         status = 1
         try:
+            torch.set_num_threads(1)  # Hazard: OpenMP's threads do not survive a fork.
             work()
             status = 0
         except BaseException as exc:

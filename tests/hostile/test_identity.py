@@ -106,7 +106,6 @@ def test_a_changed_shard_is_refused(tmp_path: Path, change: str) -> None:
     path = tmp_path / "x.tar"
 
     def work() -> None:
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         for use, io in itertools.product((use_open_ones, use_a_pickled_one), ("auto", "pread")):
             content, other = write(path, 1), write(tmp_path / "other.tar", 2)
             assert len(content) == len(other)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import random
-import resource
+import subprocess
 import sys
+import textwrap
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
 from wds_tensorcache.storage import files as storage
 from wds_tensorcache.storage import system as systems
 
@@ -89,20 +88,54 @@ def many_shards(folder: Path, count: int) -> None:
             sink.write(str(i), {"x": torch.full((10,), i), "large": torch.full((2_000,), i)})
 
 
-def descriptors() -> list[str]:
+def descriptors() -> set[str]:
     paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return [os.readlink(path) for path in paths if os.path.lexists(path)]
+    return {os.readlink(path) for path in paths if os.path.lexists(path)}
 
 
 def maps(folder: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
+USE = """
+    import os, random, sys
+    import torch
+    import wds_tensorcache as tc
+
+    def num_open():
+        return sum(os.path.realpath(f"/proc/self/fd/{fd}").endswith(".tar") for fd in os.listdir("/proc/self/fd"))
+
+    order = random.Random(0).sample(range(1200), 300)
+    opened = []
+    for options in ({}, {"io": "pread"}, {"max_open_files": 16}, {"io": "pread"}):
+        opened.append(cache := tc.open(sys.argv[1], **options))  # four caches, open together
+        for i in order:
+            assert int(cache[i]["x"].load()[9]) == i
+        assert int(cache[7]["large"].load(copy=False)[9]) == 7
+        for names in (["x"], ["*"]):
+            for at in range(0, 300, 100):
+                batch = cache.select(names).read_batch(order[at : at + 100])
+                assert batch["x"][:, 3].tolist() == order[at : at + 100]
+                assert batch["x"][:, 9].tolist() == order[at : at + 100]
+        assert [key for key in cache.keys()] == [str(i) for i in range(1200)]
+        assert cache.read_batch(["1199", "0"])["x"][:, 0].tolist() == [1199, 0]
+        print(num_open())
+"""
+
+
 @pytest.fixture(scope="module")
-def shards100(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards600(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
-    many_shards(folder, 100)
+    many_shards(folder, 600)
     return folder
+
+
+def under_limit(limit: int, code: str, *arguments: Any) -> list[str]:
+    """Run code in a process that may open so many files; return the lines that it prints."""
+    command = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
 
 
 def test_a_shard_that_is_cut_short_under_an_open_cache(tmp_path: Path) -> None:
@@ -116,30 +149,48 @@ def test_a_shard_that_is_cut_short_under_an_open_cache(tmp_path: Path) -> None:
 
 
 @linux
-def test_one_limit_for_all_caches(shards100: Path) -> None:
+def test_one_limit_for_all_caches(shards600: Path) -> None:
     """A quarter of the limit; a cache that is opened with another number changes it for all."""
-    order = random.Random(0).sample(range(200), 100)
+    assert under_limit(128, USE, shards600) == ["32", "32", "16", "16"]
 
-    def use() -> None:
-        os.closerange(3, 4096)  # what other tests have left open
-        resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-        opened = []
-        for options, most in (({}, 32), ({"io": "pread"}, 32), ({"max_open_files": 16}, 16), ({"io": "pread"}, 16)):
-            opened.append(cache := tc.open(shards100, **options))  # four caches, open together
-            assert [int(cache[i]["x"].load()[9]) for i in order] == order
-            assert int(cache[7]["large"].load(copy=False)[9]) == 7
-            for names in (["x"], ["*"]):
-                batch = cache.select(names).read_batch(order)
-                assert batch["x"][:, 3].tolist() == batch["x"][:, 9].tolist() == order
-            assert list(cache.keys()) == [str(i) for i in range(200)]
-            assert cache.read_batch(["199", "0"])["x"][:, 0].tolist() == [199, 0]
-            assert sum(path.endswith(".tar") for path in descriptors()) == most
 
-    assert run_in_child(use) == 0
+CACHES = """
+    import sys, random
+    import torch
+    import wds_tensorcache as tc
+
+    folders = sys.argv[1:]
+    caches = [tc.open(folder) for folder in folders]
+    joined = tc.join({str(i): cache for i, cache in enumerate(caches)})
+    order = random.Random(0).sample(range(600), 600)
+    for at in range(0, 600, 200):
+        batch = joined.read_batch(order[at : at + 200])
+        assert all(batch[str(i)]["x"][:, 0].tolist() == order[at : at + 200] for i in range(4))
+    mixed = tc.Loader(mix={str(i): cache for i, cache in enumerate(caches)}, batch_size=100, shuffle=True, seed=0)
+    steps = iter(mixed)
+    for _ in range(8):
+        next(steps)["x"]
+    for batch in tc.Loader(caches[0], batch_size=100, shuffle=True, seed=0):
+        pass
+    for cache in caches[1:]:
+        found = [int(i) for batch in tc.Loader(cache, batch_size=100) for i in batch["x"][:, 0]]
+        assert found == list(range(600))
+    print("read")
+"""
 
 
 @linux
-def test_maps_have_a_bound(shards100: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_four_caches_of_300_shards(tmp_path: Path) -> None:
+    """Joined, mixed, and one trained while three are validated."""
+    folders = [tmp_path / str(i) for i in range(4)]
+    for folder in folders:
+        many_shards(folder, 300)
+    assert under_limit(1024, CACHES, *folders) == ["read"]
+
+
+@linux
+def test_maps_have_a_bound(shards600: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards beyond it are read."""
     for name, bound in (
         ("_MAX_MAPS", storage._Map.count + 7),
@@ -147,25 +198,25 @@ def test_maps_have_a_bound(shards100: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ):
         with monkeypatch.context() as patch:
             patch.setattr(storage, name, bound)
-            with tc.open(shards100) as cache:
-                order = random.Random(1).sample(range(200), 100)
+            with tc.open(shards600) as cache:
+                order = random.Random(1).sample(range(1200), 300)
                 assert cache.read_batch(order)["x"][:, 9].tolist() == order
-                assert 0 < len(maps(shards100)) < 30
-    assert maps(shards100) == []
+                assert 0 < len(maps(shards600)) < 30
+    assert maps(shards600) == []
 
 
 @linux
-def test_close_leaves_nothing_open(shards100: Path) -> None:
-    before, threads = Counter(descriptors()), threading.active_count()
-    cache = tc.open(shards100, num_threads=4, max_open_files=50)
+def test_close_leaves_nothing_open(shards600: Path) -> None:
+    before, threads = descriptors(), threading.active_count()
+    cache = tc.open(shards600, num_threads=4, max_open_files=50)
     views = [cache[i]["large"].load(copy=False) for i in range(0, 100, 7)]
     cache.read_batch(range(60))
     cache.close()
-    assert maps(shards100)
+    assert maps(shards600)
     assert [int(view[5]) for view in views] == list(range(0, 100, 7))  # as long as they live
     del views
-    assert maps(shards100) == []
-    assert not Counter(descriptors()) - before
+    assert maps(shards600) == []
+    assert descriptors() - before == set()
     assert threading.active_count() == threads
 
 

@@ -148,7 +148,6 @@ def test_a_forked_child_has_its_own(cache: Any) -> None:
     cache.read_batch([5, 6])
 
     def work() -> None:
-        torch.set_num_threads(1)  # as in DataLoader's workers: OpenMP's threads do not survive a fork
         batch.fill_(77)
         others = [cache.read_batch([3, 4])["x"] for _ in range(3)]
         assert all(other[:, 5].tolist() == [3, 4] for other in others)
