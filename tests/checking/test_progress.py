@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import threading
@@ -13,6 +12,19 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.shards.damage import flip, members, write
+
+
+class Patient:
+    """A class in skeletons; building its second object waits until `progress` was called in the middle of the shard."""
+
+    called = threading.Event()
+    num_built = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        Patient.num_built += 1
+        if Patient.num_built == 2:
+            assert self.called.wait(20)
 
 
 class Calls(list[tuple[int, int]]):
@@ -36,22 +48,39 @@ def nbytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.tar"))
 
 
-@pytest.mark.parametrize("num_threads", [1, 5])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_functions(tmp_path: Path, num_threads: int) -> None:
     folder = tmp_path / "a"
-    path = write(folder, 40, per_shard=10)
+    write(folder, 40, per_shard=10)
     calls = Calls()
     assert tc.verify(folder, num_threads=num_threads, progress=calls).ok
     calls.check(nbytes_of(folder))
     assert len(calls) >= 5  # the beginning, and each shard
-    for begin, _ in members(path).values():
-        flip(path, begin)  # this shard is read twice, and nothing of it is left to write
-    (folder / "000001.tar").unlink()
     calls = Calls()
     report = tc.repair(folder, tmp_path / "b", num_threads=num_threads, progress=calls)
-    assert report.num_samples_written == 20
+    assert report.num_samples_written == 40
     calls.check(2 * nbytes_of(folder))
-    assert len(calls) >= 6
+    assert len(calls) >= 9
+
+
+def test_damaged_and_missing_shards(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    path = write(folder, 30, per_shard=10)
+    (folder / "000001.tar").unlink()
+    (folder / "000002.tar").write_bytes(b"")
+    for begin, _ in members(path).values():
+        flip(path, begin)  # two passes, and nothing is left to write
+    calls = Calls()
+    report = tc.verify(folder, progress=calls)
+    assert report.faults == tc.verify(folder).faults
+    calls.check(nbytes_of(folder))
+    calls = Calls()
+    tc.repair(folder, tmp_path / "b", progress=calls)
+    calls.check(2 * nbytes_of(folder))
+    calls = Calls()
+    with pytest.raises(tc.FormatError, match="drop=False"):
+        tc.repair(folder, tmp_path / "c", drop=False, progress=calls)
+    assert calls[-1] == (nbytes_of(folder), 2 * nbytes_of(folder))
 
 
 def test_an_error_of_the_function_ends_the_call(tmp_path: Path) -> None:
@@ -84,21 +113,19 @@ def test_bars(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
         tc.verify(tmp_path / "a", progress=True)
 
 
-def test_progress_within_a_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the end of the shard waits until progress was shown before it."""
-    with tc.ShardWriter(tmp_path, footer=False, fsync=False) as sink:
+def test_one_thread_shows_progress_within_a_shard(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path, fsync=False, allow=[Patient]) as sink:
         for i in range(3):
-            sink.write(str(i), {"x": i}, bin=bytes(2 << 20))
-    is_shown, preadv = threading.Event(), os.preadv
-
-    def wait_and_read(fd: int, buffers: Any, begin: int) -> int:
-        assert begin < 5 << 20 or is_shown.wait(20)
-        return preadv(fd, buffers, begin)
+            made = Patient()
+            made.x = i  # type: ignore[attr-defined]
+            sink.write(str(i), {"it": made})
+    path = tmp_path / "000000.tar"
 
     def note(done: int, total: int) -> None:
         if 0 < done < total:
-            is_shown.set()
+            Patient.called.set()
 
-    monkeypatch.setattr(os, "preadv", wait_and_read)
-    assert tc.verify(tmp_path, num_threads=1, progress=note).ok
-    assert is_shown.is_set()
+    Patient.called.clear()
+    Patient.num_built = 0
+    assert tc.verify(path, num_threads=1, allow=[Patient], progress=note).ok
+    assert Patient.num_built == 3

@@ -248,7 +248,7 @@ def test_a_disk_that_cannot_be_read_somewhere(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("byte", [b"\0", b"\xff"])
-@pytest.mark.parametrize("first", [2, 4, 41])
+@pytest.mark.parametrize("first", [2, 4, 5, 20, 41])
 def test_skeletons_of_which_nothing_is_left(tmp_path: Path, first: int, byte: bytes) -> None:
     """Also where so much of the preamble is destroyed that it could be one of stock pickle, which has no digest."""
     path = write(tmp_path, 3)

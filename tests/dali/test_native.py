@@ -27,7 +27,7 @@ def reader(paths: Any, batch_size: int = 6, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("last_batch", ["short", "pad", "drop"])
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 6), (3, 6), (3, 1)])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 6), (2, 6), (3, 6), (3, 1), (3, 2)])
 def test_epochs(folder: Path, last_batch: str, world_size: int, batch_size: int) -> None:
     options: dict[str, Any] = {"members": ["bin"], "last_batch": last_batch, "world_size": world_size}
     options |= {"shuffle_after_epoch": True} if world_size == 2 else {"shuffle": True, "initial_fill": 8}

@@ -19,7 +19,7 @@ def numbers_of(epoch: int, source: TensorCacheSource) -> list[int]:
 
 
 @pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (3, 1), (7, 32)])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 3), (2, 4), (3, 1), (3, 20), (7, 32)])
 def test_rows_are_those_of_loaders(cache: Any, world_size: int, batch_size: int, last_batch: str) -> None:
     """The same samples in the same rows, and the same rows are padding."""
     options: dict[str, Any] = {"batch_size": batch_size, "world_size": world_size, "last_batch": last_batch}

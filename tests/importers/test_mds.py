@@ -20,7 +20,7 @@ from tests.same import assert_same
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("codec", [None, "gz", "zstd:5"])
+@pytest.mark.parametrize("codec", [None, "gz", "bz2", "zstd:5", "br", "snappy"])
 def test_every_column_and_compression(tmp_path: Path, codec: str | None) -> None:
     write_mds(tmp_path / "in", codec, 2500)
     before = sorted(os.listdir(tmp_path / "in"))

@@ -66,7 +66,7 @@ def test_each_rank_has_the_same_steps(folder: str, steps: Any, world_size: int) 
             assert count(stream) == [2] * length
 
 
-@pytest.mark.parametrize(("rank", "num_workers", "world_size"), [(0, 2, 3), (1, 4, 5)])
+@pytest.mark.parametrize(("rank", "num_workers", "world_size"), [(0, 1, 5), (0, 2, 3), (1, 3, 2), (0, 4, 1), (1, 4, 5)])
 def test_workers_share_the_steps_of_their_rank(folder: str, rank: int, num_workers: int, world_size: int) -> None:
     stream = pipeline(folder, 7, rank, world_size)
     loader = DataLoader(stream, batch_size=None, num_workers=num_workers)

@@ -393,11 +393,8 @@ def test_an_accelerators_device(plain: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert unprepared["x"].device.type == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("options", "num_threads"),
-    [({"bucket_by": "x"}, 0), ({"bucket_by": "x"}, 2), ({"weights": [*range(1, 24)]}, 2)],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"bucket_by": "x"}, {"weights": [*range(1, 24)]}, {"last_batch": "pad"}], ids=str)
+@pytest.mark.parametrize("num_threads", [0, 2])
 def test_accelerate_skips_batches(tmp_path: Path, options: dict[str, Any], num_threads: int) -> None:
     """From every step of two epochs: the same batches and states, without reading those that are skipped."""
     with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:

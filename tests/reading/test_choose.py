@@ -438,7 +438,7 @@ def test_names_that_are_chosen_together_are_paired_by_name(kind: str, tmp_path: 
     def text(i: int, key: str) -> torch.Tensor:
         return torch.tensor([i, *map(ord, key)])
 
-    for case in range(15):
+    for case in range(30):
         are_lists = case % 3 == 0, case % 4 == 0
         keys = random.sample(KEYS, random.randint(2, len(KEYS)))
         if any(are_lists):

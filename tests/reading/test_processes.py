@@ -101,7 +101,8 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("count", "manifest"), [(12, True), (9, False)])
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("count", [12, 9, 15])
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: str, count: int, manifest: bool) -> None:
     write_numbers(tmp_path, 0, 12, manifest=manifest)

@@ -173,7 +173,7 @@ def changing(server: HttpServer, folder: Path) -> Iterator[tuple[Path, str]]:
     shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("change", ["same length", "longer"])
+@pytest.mark.parametrize("change", ["same length", "longer", "other tensors"])
 def test_a_changed_shard(changing: tuple[Path, str], change: str) -> None:
     path, url = changing
     cache = tc.open(url)

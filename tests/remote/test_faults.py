@@ -201,7 +201,7 @@ def test_content_range_may_omit_the_total(server: HttpServer, url: str, extent: 
     assert "length" in str(refused(tc.RemoteError, read_cache, f"{url}?q"))
 
 
-@pytest.mark.parametrize("nbytes", [129, 131])
+@pytest.mark.parametrize("nbytes", [0, 129, 131, 10**17])
 def test_a_body_of_another_length(server: HttpServer, url: str, nbytes: int) -> None:
     server.script_all(RANGE.script("c", "q", {"headers": {"Content-Length": f"{nbytes}"}, "times": 2}))
     assert refused(tc.RemoteError, read_cache, f"{url}?q").status == 206

@@ -46,7 +46,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("position", range(3))
-@pytest.mark.parametrize("shard", SHARDS[:2])
+@pytest.mark.parametrize("shard", SHARDS)
 def test_one_response_with_the_whole_object(
     server: HttpServer, caplog: pytest.LogCaptureFixture, shard: str, position: int
 ) -> None:

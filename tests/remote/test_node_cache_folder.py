@@ -135,7 +135,7 @@ def test_blocks_do_not_survive_a_crash_of_the_machine(
         assert len(objects.requests()) == num_requests
 
 
-@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 8])
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\0" * 8, b"x" * 100])
 def test_a_damaged_count_of_bytes_and_foreign_files(objects: Objects, path: Path, content: bytes) -> None:
     """The count is made again; files of other programs are neither counted nor deleted."""
     path.mkdir(0o700)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests import children
 from tests.remote.servers.http_server import HttpServer, Request
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, SUFFIX
 
@@ -97,6 +99,25 @@ def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp
     for path in (tmp_path / "cache").iterdir():
         assert path.stat().st_mode & 0o777 == 0o600
         assert server.host.encode() not in path.name.encode() + path.read_bytes()
+
+
+def test_batches_are_right_while_another_process_evicts_their_shards(
+    folder: Path, server: HttpServer, tmp_path: Path
+) -> None:
+    nbytes = sum(file.stat().st_size for file in folder.glob("*.tar"))
+    limit = nbytes // 2
+
+    def work(seed: int) -> None:
+        # from a slow server, larger gaps are fetched, and one read may need more than the limit
+        warnings.simplefilter("ignore")
+        with tc.open(server.url, cache_dir=tmp_path / "cache", cache_nbytes=limit) as cache, tc.open(folder) as local:
+            for number in range(8):
+                epoch(cache, local, 100 * seed + number)
+
+    started = [children.start(lambda seed=seed: work(seed)) for seed in range(3)]
+    assert children.finish(started) == [0] * 3
+    assert max(blocks(server.log()).values()) > 1
+    assert sum(512 * file.stat().st_blocks for file in (tmp_path / "cache").iterdir()) <= limit
 
 
 def test_the_bytes_of_a_mapped_shard_outlive_its_eviction(folder: Path, server: HttpServer, tmp_path: Path) -> None:

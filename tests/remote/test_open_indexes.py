@@ -222,7 +222,7 @@ def test_kept_indexes(http_server: HttpServer, put: Callable[..., str], shard: b
     assert [*kept.iterdir()] == [path]
 
 
-@pytest.mark.parametrize("damage", [0, 200, -1, "cut", "empty", "folder", "pickle", "long"], ids=str)
+@pytest.mark.parametrize("damage", [0, 10, 200, -1, -20, "cut", "empty", "other", "folder", "pickle", "long"], ids=str)
 def test_damaged_kept_indexes(
     http_server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path, damage: int | str
 ) -> None:
@@ -242,6 +242,7 @@ def test_damaged_kept_indexes(
         texts = {
             "cut": bytes(content[:-100]),
             "empty": b"",
+            "other": b'{"is_own": []}\n',
             "pickle": b"cos\nsystem\n(S'false'\ntR.",
         }
         path.write_bytes(texts[str(damage)])

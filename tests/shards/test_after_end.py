@@ -42,7 +42,9 @@ def erase_from(path: Path, name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "tail", [bytes(8192) + build([("z.json", b"1")]), b"x", b"tcindex1"], ids=["zeros and a tar", "a byte", "a magic"]
+    "tail",
+    [build([("z.json", b"1")]), bytes(8192) + build([("z.json", b"1")]), b"x", bytes(5000) + b"x", b"tcindex1"],
+    ids=["a tar", "zeros and a tar", "a byte", "zeros and a byte", "a magic"],
 )
 @pytest.mark.parametrize("has_footer", [True, False])
 def test_not_an_index(tmp_path: Path, tail: bytes, has_footer: bool) -> None:

@@ -54,7 +54,7 @@ def on_disk(folder: Path) -> int:
     return sum(512 * path.stat().st_blocks for path in folder.glob("segment-*")) // ratio
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_limit_holds(directory: Path, seed: int) -> None:
     """Also with a limit that is an integer of numpy, and while a process without one adds more."""
     chance = random.Random(seed)
@@ -154,7 +154,7 @@ def test_threads_of_a_forked_child(directory: Path) -> None:
 
     with tc.SharedDataset(Numbers(8), "forked", directory=directory) as shared:
         shared[0]
-        assert finish([start(work) for _ in range(10)]) == [0] * 10
+        assert finish([start(work) for _ in range(40)]) == [0] * 40
 
 
 def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> None:

@@ -20,7 +20,7 @@ from tests.training.loaders import COUNT, modes, ranks, steps
 
 @pytest.mark.parametrize("last", ["short", "pad", "drop", "wrap"])
 @pytest.mark.parametrize("mode", ["all", "in order", "blocks", "buckets", "blocks+buckets"])
-@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 2), (3, 4)])
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 4), (2, 2), (5, 1), (3, 4)])
 def test_epochs(cache: Any, more: Any, mode: str, last: str, world_size: int, batch_size: int) -> None:
     options = modes(cache, more)[mode.split("+")[0]] | ({"bucket_by": "y"} if "buckets" in mode else {})
     options |= {"last_batch": last, "batch_size": batch_size, "world_size": world_size}

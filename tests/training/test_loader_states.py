@@ -102,7 +102,10 @@ def test_states_of_other_loaders(cache: Any, more: Any, tmp_path: Path) -> None:
     resharded.close()
 
 
-@pytest.mark.parametrize(("mode", "last_batch"), [("buckets", "short"), ("repeats", "drop"), ("mix+buckets", "short")])
+@pytest.mark.parametrize(
+    ("mode", "last_batch"),
+    [("buckets", last) for last in ("short", "pad", "drop", "wrap")] + [("repeats", "drop"), ("mix+buckets", "short")],
+)
 def test_batches_that_are_left(cache: Any, more: Any, mode: str, last_batch: str) -> None:
     """From every state, a loader with steps of any size returns as many batches as it says, and then a whole epoch."""
     options: dict[str, Any] = modes(cache, more)[mode] | {"last_batch": last_batch, "collate": len, "num_threads": 0}

@@ -44,9 +44,8 @@ def states_of(loader: Any) -> list[tuple[int, Any]]:
     return [*states, (len(loader), copy.deepcopy(loader.state_dict()))]
 
 
-@pytest.mark.parametrize(
-    ("mode", "num_workers", "persistent"), [("all", 0, False), ("mix", 0, False), ("all", 1, False), ("mix", 3, True)]
-)
+@pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (3, True)])
+@pytest.mark.parametrize("mode", ["all", "mix"])
 def test_resumed_at_every_step(cache: Any, more: Any, mode: str, num_workers: int, persistent: bool) -> None:
     """Also before the first batch, after the last one, and after the loop; another epoch follows."""
     options = modes(cache, more)[mode]

@@ -126,7 +126,7 @@ def test_not_one_row_for_each_item(tmp_path: Path, made: Any, message: str) -> N
         build(Numbers(), tmp_path, made)
 
 
-@pytest.mark.parametrize("fails_at", [0, 9, 22])
+@pytest.mark.parametrize("fails_at", [0, 4, 9, 22])
 @pytest.mark.parametrize("where", ["fn", "source", "key", "digest", "writer"])
 def test_an_item_that_fails(tmp_path: Path, fails_at: int, where: str) -> None:
     """It costs no sample that was computed before it, and the error names it."""
@@ -221,7 +221,7 @@ def test_workers_that_start_end_with_a_killed_process(tmp_path: Path) -> None:
     os.close(reading)
 
 
-@pytest.mark.parametrize("changed", [(0,), (7, 13), tuple(range(COUNT))], ids=str)
+@pytest.mark.parametrize("changed", [(0,), (22,), (0, 1, 2, 3, 4), (7, 13), tuple(range(COUNT))], ids=str)
 def test_items_that_changed_are_refused(tmp_path: Path, changed: tuple[int, ...]) -> None:
     """Nothing is computed after the first of them; without `digest=`, the samples have no other digest."""
     build(Numbers(), tmp_path, digest=digest).close()
@@ -337,8 +337,8 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("fails_at", ["n6", "n11", "n22"])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, None], ids=str)
+@pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
 def test_batches_stay_the_same_ones(
     tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None

@@ -300,7 +300,7 @@ def test_killed_at_every_step(tmp_path: Path) -> None:
     assert not list(out.glob("failures*"))
 
 
-@pytest.mark.parametrize("worlds", [(1, 3, 3), (3, 2, 4, 1)], ids=str)
+@pytest.mark.parametrize("worlds", [(3, 3), (3, 1), (3, 2, 4), (1, 3)], ids=str)
 @pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
 def test_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """After calls with any numbers of ranks, each failure is listed once, and those of corrected items are gone."""
@@ -665,7 +665,15 @@ def test_ls_failed_needs_a_folder(tmp_path: Path) -> None:
     assert run("ls", tmp_path, "--failed").stdout == ""
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "complex32", "complex128"])
+FLOATS = [
+    name
+    for name in ("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128")
+    + ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+]
+
+
+@pytest.mark.parametrize("name", FLOATS)
 def test_finite_of_every_dtype(tmp_path: Path, name: str) -> None:
     dtype = getattr(torch, name)
     ones = torch.ones(2, 3, dtype=torch.complex64 if dtype.is_complex else torch.float32)

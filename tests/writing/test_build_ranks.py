@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ import wds_tensorcache as tc
 from tests.children import finish, start
 from tests.same import assert_same
 from tests.writing.test_build import COUNT, MADE, Numbers, build, counted, digest, double, key
-from tests.writing.test_versions import Broken, broken_at
 
 
 def build_rank(out: Path, rank: int, world_size: int, fn: Any = double, **options: Any) -> Any:
@@ -50,7 +48,7 @@ def check(out: Path, count: int = COUNT) -> None:
     assert suffixes == {"tar", "idx", "json"}  # no locks, nothing temporary
 
 
-@pytest.mark.parametrize(("count", "batch_size", "world_size"), [(1, 1, 3), (70, 3, 9)])
+@pytest.mark.parametrize(("count", "batch_size", "world_size"), [(1, 1, 3), (23, 2, 5), (70, 3, 9), (40, 5, 2)])
 def test_each_batch_has_one_rank(tmp_path: Path, count: int, batch_size: int, world_size: int) -> None:
     """The batches are those of one process, and each `world_size` of them have different ranks."""
     owners: dict[int, int] = {}
@@ -67,7 +65,8 @@ def test_each_batch_has_one_rank(tmp_path: Path, count: int, batch_size: int, wo
         assert len(set(group)) == len(group)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("map", 5), ("workers", 2), ("iterable", 3)])
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["map", "workers", "iterable"])
 def test_one_rank_after_another(tmp_path: Path, world_size: int, kind: str) -> None:
     """Each reads and computes its part; the last one's cache is whole, and one process finds nothing to compute."""
     fn, called = counted()
@@ -95,17 +94,26 @@ def test_one_rank_after_another(tmp_path: Path, world_size: int, kind: str) -> N
     check(tmp_path)
 
 
-@pytest.mark.parametrize("worlds", [(1, 3), (2, 1), (4, 3, 2, 5)], ids=str)
+@pytest.mark.parametrize("worlds", [(1, 3), (4, 3), (3, 4), (2, 1), (4, 3, 2, 5)], ids=str)
 def test_another_world_size(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """After an error on each rank, nothing that was computed before it is computed again."""
     computed: Counter[int] = Counter()
 
     for world_size in worlds[:-1]:
         for rank in range(world_size):
-            fn, called = broken_at(2)
-            with contextlib.suppress(Broken):  # unless the rank has only one batch
-                build_rank(tmp_path, rank, world_size, fn).close()
-            computed.update(called)
+
+            def until_it_fails(items: list[Any]) -> Any:
+                if until_it_fails.left == 0:  # type: ignore[attr-defined]
+                    raise ZeroDivisionError
+                until_it_fails.left -= 1  # type: ignore[attr-defined]
+                computed.update(item["value"] for item in items)
+                return double(items)
+
+            until_it_fails.left = 1  # type: ignore[attr-defined]
+            try:
+                build_rank(tmp_path, rank, world_size, until_it_fails).close()
+            except ZeroDivisionError:
+                pass
             assert len(tc.open(tmp_path)) == computed.total()
     for rank in range(worlds[-1]):
         fn, called = counted()
@@ -116,7 +124,8 @@ def test_another_world_size(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     check(tmp_path)
 
 
-def test_killed_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [(4, 3, 2), (2, 4, 3)], ids=str)
+def test_killed_ranks(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """Real processes at once, each killed in its second batch; other numbers of them resume, at last to the end."""
 
     def start_ranks(world_size: int, is_killed: bool) -> list[int]:
@@ -135,16 +144,17 @@ def test_killed_ranks(tmp_path: Path) -> None:
         return [start(lambda rank=rank: work(rank)) for rank in range(world_size)]
 
     finished: dict[str, bytes] = {}
-    for world_size in (2, 4):
+    for world_size in worlds[:-1]:
         assert -signal.SIGKILL in finish(start_ranks(world_size, True))
         there = {path.name: path.read_bytes() for path in tmp_path.glob("*.tar")}
         assert finished.items() <= there.items()  # what was finished stays
         finished = there
-    assert finish(start_ranks(3, False)) == [0] * 3
+    assert finish(start_ranks(worlds[-1], False)) == [0] * worlds[-1]
     check(tmp_path)
 
 
-def test_two_world_sizes_at_once_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [1, 2, 4])
+def test_two_world_sizes_at_once_are_refused(tmp_path: Path, others: int) -> None:
     """They would compute the same items; so would two processes of one rank."""
     read, write = os.pipe()
 
@@ -155,9 +165,11 @@ def test_two_world_sizes_at_once_are_refused(tmp_path: Path) -> None:
     child = start(lambda: build_rank(tmp_path, 0, 3, waiting))
     try:
         assert os.read(read, 1) == b"."
-        for rank, world_size in ((0, 1), (0, 2), (1, 2), (3, 4), (0, 3)):
+        for rank in range(others):
             with pytest.raises(FileExistsError, match=r"is writing .*/r0of3-%06d\.tar"):
-                build_rank(tmp_path, rank, world_size)
+                build_rank(tmp_path, rank, others)
+        with pytest.raises(FileExistsError, match="is writing"):
+            build_rank(tmp_path, 0, 3)
         for rank in (1, 2):
             build_rank(tmp_path, rank, 3).close()
     finally:
@@ -202,6 +214,8 @@ def test_ranks_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "a" / "r1of2-000000.tar").exists()
     build(Numbers(), tmp_path / "b", keys=key, rank=0, world_size=1).close()
     assert len(tc.open(tmp_path / "b" / "00000*.tar")) == COUNT
+    with pytest.raises(ValueError, match="pass both or neither"):
+        build(Numbers(), tmp_path / "c", rank=1)
 
 
 def test_ranks_without_items(tmp_path: Path) -> None:
@@ -219,8 +233,21 @@ def test_ranks_without_items(tmp_path: Path) -> None:
     for source in ([], iter([])):
         with pytest.raises(ValueError, match="the source has no items"):
             build(source, tmp_path / "none", rank=1, world_size=3)
-    with pytest.raises(ValueError, match="a pattern with a number such as %06d"):
-        build(Numbers(), tmp_path / "single.tar", rank=0, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"out": "single.tar"}, "a pattern with a number such as %06d"),
+        ({"footer": False}, "ranks need the footers"),
+        ({"rank": 2}, r"rank=2 out of range \[0, 2\)"),
+    ],
+)
+def test_bad_arguments_of_ranks(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    out = tmp_path / options.pop("out", "out")
+    with pytest.raises(ValueError, match=message):
+        build(Numbers(), out, **{"rank": 0, "world_size": 2} | options)
+    assert os.listdir(tmp_path) == []
 
 
 def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:

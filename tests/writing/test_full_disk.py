@@ -16,7 +16,7 @@ from tests.children import run_in_child
 from tests.kills import compare
 from tests.writing.test_build import COUNT, Numbers, build, digest, double
 
-LIMITS = [0, 3_000]  # of the bytes of each file
+LIMITS = [0, 300, 3_000]  # of the bytes of each file
 
 
 def fails(work: Callable[[], Any], full_from_start: int | None = None) -> bool:
@@ -70,7 +70,7 @@ def test_while_a_version_is_built(tmp_path: Path, limit: int) -> None:
 
 
 @pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("at", [1, 6])
+@pytest.mark.parametrize("at", [1, 3, 6])
 def test_while_a_cache_is_built(tmp_path: Path, at: int, limit: int) -> None:
     build(Numbers(), tmp_path / "whole").close()
     called = 0
@@ -99,7 +99,7 @@ def test_the_error_names_the_file(tmp_path: Path) -> None:
     assert run_in_child(work) == 0
 
 
-@pytest.mark.parametrize("limit", [0, 300, 3_000])
+@pytest.mark.parametrize("limit", [0, 10, 100, 300, 1_000, 3_000])
 def test_everything_else(tmp_path: Path, limit: int) -> None:
     build(Numbers(), tmp_path / "x", footer=False).close()
     shard = tmp_path / "x" / "000000.tar"

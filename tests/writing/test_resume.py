@@ -31,7 +31,7 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("options", [{}, {"footer": False}, {"dali_index": False}, {"manifest": False}], ids=str)
-@pytest.mark.parametrize("at", [0, 5, 12, COUNT])
+@pytest.mark.parametrize("at", [0, 1, 5, 12, COUNT])
 def test_broken_by_an_exception(tmp_path: Path, at: int, options: dict[str, Any]) -> None:
     write(tmp_path / "whole", **options)
     with pytest.raises(Killed):
