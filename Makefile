@@ -20,6 +20,8 @@ demo-text: $(VENV)/demo
 # What each change should pass. Workers begin with neighboring tests, which share fixtures, and then take over tests of each other.
 # There are two for each of two cores, because many tests wait for processes and servers.
 PYTEST := $(BIN)/python -m pytest --dist worksteal
+# Python's cache of compiled modules, even where it is off: the tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/dev
 	$(PYTEST) -n 4 -m "not long"
 

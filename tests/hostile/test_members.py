@@ -57,7 +57,7 @@ def shaped(shape: str, descr: str = "'<f4'", version: int = 1) -> bytes:
 def zipped(files: list[tuple[str, bytes]], kind: int = zipfile.ZIP_DEFLATED, padding: int = 0) -> bytes:
     stream = io.BytesIO(b"PK\x03\x04" * (padding // 4))
     stream.seek(padding)
-    with zipfile.ZipFile(stream, "w", kind) as archive:
+    with zipfile.ZipFile(stream, "w", kind, compresslevel=1) as archive:
         for name, content in files:
             archive.writestr(name, content)
     return stream.getvalue()
@@ -104,11 +104,11 @@ def fits(content: bytes) -> bytes:
         cards = [f"{name:<8}= {value:>20}" for name, value in part.items()]
         block = "".join(f"{card:<80}" for card in [*cards, "END"]).encode()
         blocks += block + b" " * (-len(block) % 2880)
-    return blocks + bytes(64) + gzip.compress(content)
+    return blocks + bytes(64) + gzip.compress(content, 1)
 
 
 ZEROS = bytes(80 << 20)
-LARGE_GZ, LARGE_NPZ = gzip.compress(ZEROS), npz(a=np.frombuffer(ZEROS, np.uint8))
+LARGE_GZ, LARGE_NPZ = gzip.compress(ZEROS, 1), zipped([("a.npy", npy(np.frombuffer(ZEROS, np.uint8)))])
 # a megabyte and more that a gzip makes small, of which 64 times is more than what the zip becomes
 PADDED_NPZ = zipped([("a.npy", npy(np.frombuffer(ZEROS, np.uint8)))], padding=2 << 20)
 BAD = {
