@@ -169,7 +169,7 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         "ordered": [OrderedDict(a=nested, b=[1])],
         "queue": deque([3]),
         "one": (1,),
-        "large": 1 << 200,
+        "large": 1 << 5000,
     }
     with tc.open(write(tmp_path, [{"x": torch.zeros(1), **values}])) as cache:
         found = cache.describe()
@@ -177,11 +177,14 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         assert found.values["many"].types == {"list of 100000 int": 1}
         lines = dict(line.strip().split(": ", 1) for line in repr(found).splitlines() if line.startswith("  "))
         assert all(len(line) < CHARS for line in lines.values())
-        assert lines["cyclic"] == "list of 2 int or list, for example [1, [1, [1, […]]]]"
-        assert lines["many"] == "list of 100000 int, for example [0, 1, 2, 3, …]"
+        assert lines["cyclic"] == "list of 2 int or list, for example [1, [1, [1, [1, […]]]]]"
+        assert (
+            lines["many"]
+            == "list of 100000 int, for example [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, …]"
+        )
         assert lines["queue"] == "deque of 1 int, for example deque([3])"
         assert lines["one"] == "tuple of 1 int, for example (1,)"
-        assert lines["large"] == "int, for example an int of 201 bits"
+        assert lines["large"] == "int, for example an int of 5,001 bits"
 
 
 # --- schema ---

@@ -14,8 +14,9 @@ from wds_tensorcache.codec.reference import component, join_path
 from wds_tensorcache.codec.sample import encode_sample
 from wds_tensorcache.codec.tree import ATOMS, DICTS, SEQUENCES, flatten
 from wds_tensorcache.errors import EncodeError
-from wds_tensorcache.inspecting.text import tensor_text, value_text
+from wds_tensorcache.inspecting.text import tensor_text
 from wds_tensorcache.reading.cache import TensorCache
+from wds_tensorcache.reading.description import value_text
 
 _NUM_AT_ONCE = 1 << 20  # elements in the widest dtype at a time
 _WHOLE = "the sample"  # in place of an empty path

@@ -5,51 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from wds_tensorcache.codec.dtypes import dtype_name
-from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import CONTAINERS
+from wds_tensorcache.reading.description import value_text
 
 # controls but tab and line feed, embeddings and overrides of the direction of text, isolates, and halves of characters
 _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 # "<" so that no text ends the script element; the separators for scripts that are older than JSON
 _ESCAPED = re.compile("[<>&\u2028\u2029\x7f\ud800-\udfff]")
-_MAX_DEPTH = 4
-_MAX_BITS = 4096  # a larger int takes long to print, or is refused
-_BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}")}
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
-def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
-    """Return a value as Python writes it, in about `limit` characters."""
-    # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than it.
-    if isinstance(value, (str, bytes, bytearray)):
-        return repr(value[:limit]) + "…" * (len(value) > limit)
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        return f"an int of {value.bit_length():,} bits"
-    if isinstance(value, Lazy):
-        return f"tensor {value.name!r:.80}"
-    is_dict = isinstance(value, Mapping)
-    if not is_dict and not isinstance(value, CONTAINERS):
-        return f"{value!r:.{limit}}"
-    begin, end = _BRACKETS.get(type(value), (f"{type(value).__name__}([", "])"))
-    if not depth:
-        return f"{begin}…{end}"
-    parts: list[str] = []
-    size = 0
-    for item in value.items() if is_dict else value:
-        if size > limit or len(parts) > 100:
-            parts.append("…")
-            break
-        pair = item if is_dict else (item,)
-        parts.append(": ".join(value_text(part, limit - size, depth - 1) for part in islice(pair, 2)))
-        size += len(parts[-1]) + 2
-    return f"{begin}{', '.join(parts)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
 
 
 def number_text(value: float | None) -> str:

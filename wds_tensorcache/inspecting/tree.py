@@ -10,7 +10,8 @@ from typing import Any
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding, map_leaves
-from wds_tensorcache.inspecting.text import tensor_text, value_text
+from wds_tensorcache.inspecting.text import tensor_text
+from wds_tensorcache.reading.description import value_text
 from wds_tensorcache.reading.structure import value_at
 
 _MAX_ITEMS = 100  # of one container

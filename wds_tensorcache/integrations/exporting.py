@@ -25,7 +25,7 @@ from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import Cache, TensorCache
-from wds_tensorcache.reading.description import shown_value
+from wds_tensorcache.reading.description import value_text
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.shards.names import safe_key
 from wds_tensorcache.storage.atomic import find_temporary, write_atomically
@@ -290,7 +290,7 @@ class _Export:
         if decoded == leaf or (isinstance(leaf, tuple) and decoded == list(leaf)):
             return leaf
         self.report.as_text[name] = type(leaf).__name__
-        return shown_value(leaf)
+        return value_text(leaf)
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

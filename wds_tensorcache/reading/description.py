@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
 from wds_tensorcache.errors import format_count
@@ -22,7 +23,10 @@ _MAX_SHAPES = 20  # shapes of a tensor with their counts
 _MAX_VALUES = 1000  # small values of all samples together
 _NUM_ITEMS = 1000  # items of a list whose types are examined
 _MAX_LINES, _LINE_CHARS, _VALUE_CHARS = 100, 240, 60  # bounds of a repr
-_SHOWN_SHAPES, _SHOWN_ITEMS = 3, 4
+_SHOWN_SHAPES = 3
+_MAX_DEPTH = 4
+_MAX_BITS = 4096  # a larger int takes long to print, or is refused
+_BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,9 @@ class ValueDescription:
 
     def __str__(self) -> str:
         types = (f"{text} ({count:,})" if len(self.types) > 1 else text for text, count in self.types.items())
-        return f"{', '.join(types)}" + f", for example {shown_value(self.example)}" * (self.example is not None)
+        return f"{', '.join(types)}" + f", for example {value_text(self.example, _VALUE_CHARS)}" * (
+            self.example is not None
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -132,27 +138,31 @@ def _limit_lines(lines: Iterable[str], count: int) -> Iterator[str]:
         yield f"  … and {count - _MAX_LINES:,} more"
 
 
-def shown_value(value: Any, depth: int = 3) -> str:
-    """Return a value as text of bounded length."""
-    # A hostile container may contain itself, or one list many times, so that its own repr is far larger than it.
+def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
+    """Return a value as Python writes it, in about `limit` characters."""
+    # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than it.
     if isinstance(value, (str, bytes, bytearray)):
-        return repr(value[:_VALUE_CHARS]) + "…" * (len(value) > _VALUE_CHARS)
-    if isinstance(value, int) and value.bit_length() > _VALUE_CHARS:
+        return repr(value[:limit]) + "…" * (len(value) > limit)
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an int of {value.bit_length():,} bits"
-    is_dict = isinstance(value, dict)
+    if isinstance(value, Lazy):
+        return f"tensor {value.name!r:.80}"
+    is_dict = isinstance(value, Mapping)
     if not is_dict and not isinstance(value, CONTAINERS):
-        return f"{value!r:.{_VALUE_CHARS}}"
+        return f"{value!r:.{limit}}"
     begin, end = _BRACKETS.get(type(value), (f"{type(value).__name__}([", "])"))
     if not depth:
         return f"{begin}…{end}"
-    items = [shown_value(item, depth - 1) for item in islice(value, _SHOWN_ITEMS)]
-    if is_dict:
-        items = [f"{key}: {shown_value(item, depth - 1)}" for key, item in zip(items, value.values(), strict=False)]
-    items += ["…"] * (len(value) > _SHOWN_ITEMS)
-    return f"{begin}{', '.join(items)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
-
-
-_BRACKETS: dict[type, Sequence[str]] = {list: "[]", tuple: "()", dict: "{}", set: "{}"}
+    parts: list[str] = []
+    size = 0
+    for item in value.items() if is_dict else value:
+        if size > limit or len(parts) > 100:
+            parts.append("…")
+            break
+        pair = item if is_dict else (item,)
+        parts.append(": ".join(value_text(part, limit - size, depth - 1) for part in islice(pair, 2)))
+        size += len(parts[-1]) + 2
+    return f"{begin}{', '.join(parts)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
 
 
 def _describe_value(name: str, values: Sequence[Any]) -> ValueDescription:
@@ -208,7 +218,9 @@ class Contents:
             paths: deque[Path] = deque()
             map_leaves(sample, lambda lazy: None, paths.append)
             for path in islice(paths, _MAX_VALUES):
-                parts = (component(key, 0) if type(key) in (str, int) else shown_value(key) for key in path)
+                parts = (
+                    component(key, 0) if type(key) in (str, int) else value_text(key, _VALUE_CHARS) for key in path
+                )
                 name = prefix + ".".join(parts) if path else prefix.removesuffix(".")
                 if name in self._values or len(self._values) < _MAX_VALUES:
                     self._values.setdefault(name, []).append(value_at(sample, path))

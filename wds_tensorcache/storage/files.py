@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import resource
 import stat
 import sys
 import threading
@@ -32,7 +33,7 @@ _COPIED_NBYTES = 1 << 16  # from this size on, a copy out of a map takes as litt
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _NO_FILE = frozenset({errno.ENXIO, errno.ENODEV, errno.ELOOP})
 # A FIFO may have a shard's name. Without O_NONBLOCK, opening it would wait for a process that writes to it.
-_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK"))
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK
 _CAN_MAP = sys.platform == "linux" and sys.maxsize > 1 << 32 and bool(_NOWAIT)
 # Bounds on the maps of a process. A system allows 65,530 by default. The kernel keeps 8 bytes for each page of 4 KiB that was
 # touched, so with the second bound at most a 128th of memory.
@@ -421,10 +422,5 @@ _lock = per_process(threading.Lock)  # held while a file enters `_open_files`, o
 
 def default_max_open() -> int:
     """Return a quarter of the process's descriptor limit, but at least 8 and at most 256."""
-    try:
-        import resource
-
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    except ImportError:  # Windows
-        return 256
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 256 if soft == resource.RLIM_INFINITY else max(8, min(256, soft // 4))

@@ -73,14 +73,10 @@ class LocalFolder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def open(self, name: str) -> ShardFile:
-        """Open a file for positioned reads. If it does not exist, this call or the first read raises FileNotFoundError."""
-        return ShardFile(self.locate(name))
-
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
         """Return the content of a file; None if it does not exist. Raise an error if it is longer than `max_nbytes`."""
         try:
-            file = self.open(name)
+            file = ShardFile(self.locate(name))
         except OSError as exc:
             if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
                 return None

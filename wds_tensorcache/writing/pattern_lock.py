@@ -37,7 +37,7 @@ class WriterLock:
         while True:
             os.makedirs(folder, exist_ok=True)
             try:
-                file = Flock(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), _WAIT_S)
+                file = Flock(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _WAIT_S)
             except FileNotFoundError:
                 continue  # a call that ends has just deleted the empty folder
             except OSError as exc:

@@ -26,9 +26,10 @@ from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
 from wds_tensorcache.inspecting.plane import find_planes
-from wds_tensorcache.inspecting.text import number_text, tensor_text, value_text
+from wds_tensorcache.inspecting.text import number_text, tensor_text
 from wds_tensorcache.inspecting.tree import Node, describe_samples
 from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure_with_histogram
+from wds_tensorcache.reading.description import value_text
 
 _NUM_MEASURED = 200  # tensors of a sample
 _NUM_DRAWN, _NUM_PLANES = 8, 16

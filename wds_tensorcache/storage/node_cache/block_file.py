@@ -128,17 +128,15 @@ class BlockFile(ShardFile):
         """Return whether the header names this digest, and this boot of the machine."""
         return os.pread(self.fd, BLOCK, self._header_at) == _header(digest)
 
-    def absent(self, runs: BlockRuns, *, refresh: bool = False) -> BlockRuns:
-        """Return the parts of runs of blocks that are absent.
+    def absent(self, runs: BlockRuns) -> BlockRuns:
+        """Return the parts of runs of blocks, each `[first, last)`, that are absent.
 
-        Args:
-            runs: Ranges of blocks, `[first, last)`.
-            refresh: Also read the map in the file, which shows the blocks of other processes: one system call for each run.
+        Cost: one system call for each run that seems incomplete, to see the blocks of other processes.
         """
         present, absent_runs = self._present, []
         for first, last in runs:
             at = present.find(0, first, last)
-            if at >= 0 and refresh:
+            if at >= 0:
                 content = os.pread(self.fd, last - at, self._map_at + at).translate(_KNOWN)
                 if len(content) == last - at:  # shorter if the file was evicted
                     present[at:last] = content

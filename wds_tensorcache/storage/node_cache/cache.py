@@ -98,13 +98,11 @@ class NodeCache:
                 if block_file is None:
                     continue
                 block_file.note_use(time.monotonic())
-                absent = block_file.absent(block_runs(begins, ends), refresh=True)
+                absent = block_file.absent(block_runs(begins, ends))
                 if absent:
                     # a request would fetch small gaps, too: they are stored as well
                     gap = largest_gap(file.url) // BLOCK
-                    wanted.append(
-                        Wanted(file, block_file, block_file.absent(block_runs(begins, ends, gap), refresh=True))
-                    )
+                    wanted.append(Wanted(file, block_file, block_file.absent(block_runs(begins, ends, gap))))
             except OSError as exc:
                 self._warn(exc)  # other files may be better
             except Bypass as exc:

@@ -75,7 +75,7 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
                 locks.close()
         _wait(busy)
         with _errors_of_disk():
-            refreshed = [entry._replace(runs=entry.file.absent(entry.runs, refresh=True)) for entry in busy]
+            refreshed = [entry._replace(runs=entry.file.absent(entry.runs)) for entry in busy]
         wanted = [entry for entry in refreshed if entry.runs]
 
 
@@ -105,7 +105,7 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
         held.append(locks)
         locked = [(first, last) for first, last in entry.runs if locks.lock(first, last - first)]
         # another process may have fetched them, or evicted the file, before this one had the lock
-        absent = entry.file.absent(locked, refresh=True) if entry.file.is_current() else []
+        absent = entry.file.absent(locked) if entry.file.is_current() else []
         if absent:
             claimed.append(entry._replace(runs=absent))
         if len(locked) < len(entry.runs):

@@ -17,7 +17,7 @@ from wds_tensorcache.errors import RemoteError
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.fetch import list_objects
-from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
+from wds_tensorcache.storage.remote.remote_file import read_whole
 from wds_tensorcache.storage.remote.retry import Request, TransientError
 from wds_tensorcache.storage.remote.stores import NO_CONDITIONS, NO_TAGS, StoreClient, Unmet
 from wds_tensorcache.storage.urls import bucket_and_key, check_writable, conceal, join_url, name_of, origin_of, shown
@@ -75,9 +75,6 @@ class ObjectFolder:
 
     def names(self) -> list[str]:
         return sorted(map(name_of, list_objects(self.path)))
-
-    def open(self, name: str) -> RemoteFile:
-        return RemoteFile(self.locate(name))
 
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
