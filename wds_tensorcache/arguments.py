@@ -52,7 +52,7 @@ def check_options(
 def user_level() -> int:
     """Return the `stacklevel` with which the caller's warning names the first frame outside this package.
 
-    In a thread of this package, that is a frame of `threading`.
+    In a thread of this package, that frame belongs to `threading`.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OWN:

@@ -120,7 +120,7 @@ def _check_all(
     reach: Callable[[int], object],
     excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard without the samples in `excluded`; add the samples to exclude from the next pass."""
+    """Check a shard without the samples in `excluded`. Add to `excluded` those that the next pass must leave out."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()

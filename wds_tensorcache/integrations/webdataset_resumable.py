@@ -551,7 +551,7 @@ class _SharedEpochs:
         return epoch
 
     def put(self, epoch: int) -> int:
-        """Record the epoch of the main process, and return it. The next iteration begins the epoch after it."""
+        """Record the epoch of the main process, and return it. The next iteration begins the next epoch."""
         self._cells.zero_()
         self._cells[0, 0] = epoch + 1 << _KEY_BITS
         return epoch

@@ -67,7 +67,7 @@ def is_running(job: WriteJob) -> bool:
 
 
 def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
-    """Find the other writes that have a marker; return, by id, whether each write may be running."""
+    """Return, for the id of each other write with a marker, whether that write may still be running."""
     ids = {match[1]: name for name in folder.names() if (match := _MARKER.fullmatch(name)) and match[1] != job.id}
     return {write: folder.is_remote or is_held(folder.locate(name)) for write, name in ids.items()}
 

@@ -81,7 +81,7 @@ class BatchInfo:
         return self._held()[0]
 
     def _held(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """Return `shapes`, and the padded lengths of the tensors whose shapes transforms have changed."""
+        """Return `shapes`, and the padded lengths of tensors that transforms have reshaped."""
         stored = self._shapes_in_cache() if self.cache is not None else self._shapes
         shapes, lengths = {name: part.clone() for name, part in stored.items() if part is not None}, dict(self._lengths)
         for transform in self._edits:

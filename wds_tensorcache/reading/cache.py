@@ -481,7 +481,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the members `KEY.suffix` of the samples at the positions `wanted` in the batch, by position."""
+        """Return the member `KEY.suffix` of each wanted sample, by its position in the batch."""
 
     @property
     def _left_out(self) -> str | None:

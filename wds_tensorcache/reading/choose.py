@@ -149,7 +149,7 @@ class Alternatives:
 
     @classmethod
     def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
-        """Return the argument `choose=` parsed and checked; None if it is None."""
+        """Parse the argument `choose=`, and check it against the caches. Return None if `choose` is None."""
         if choose is None:
             return None
         alternatives = cls.of(choose)
@@ -168,7 +168,7 @@ class Alternatives:
 
     @cached_property
     def covers(self) -> Wanted:
-        """Function that returns whether the tensor with a given name is an alternative."""
+        """Predicate of tensor names: whether the tensor is an alternative."""
         return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
 
     def check(self, cache: Any) -> None:

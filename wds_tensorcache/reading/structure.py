@@ -78,7 +78,7 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any) -> Any:
 
 
 def drop_none(sample: Any, name: str) -> None:
-    """Remove None from the dict in which other samples have the tensor `name`; this changes the dict."""
+    """Remove, in place, the None that a dict of the sample has where other samples have the tensor `name`."""
     *path, last = name.split(".")
     for part in path:
         if type(sample) in DICTS:

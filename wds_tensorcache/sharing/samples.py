@@ -104,7 +104,7 @@ class Samples:
     """The samples of a dataset, in shared memory or loaded into it on demand.
 
     Args:
-        dataset: Map-style dataset. An `index` is one of its indices, from 0 to `len(dataset) - 1`.
+        dataset: Map-style dataset. Each `index` is in `[0, len(dataset))`.
         folder: The folder in shared memory, which this object holds until `close`.
         max_nbytes, pool: As in `Segments`.
         verify: Compare digests at every access.

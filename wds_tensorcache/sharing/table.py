@@ -85,7 +85,7 @@ class Table:
         return FormatError(f"{problem}; call tc.shared_clear", kind="damaged").at(self._path)
 
     def publish(self, index: int, segment: int, offset: int) -> None:
-        """Make a sample visible to all processes; its bytes were written before."""
+        """Make a sample, whose bytes are written, visible to all processes."""
         self.entries[index] = segment << _OFFSET_BITS | offset // ALIGN
 
     def place(self, index: int) -> tuple[int, int]:

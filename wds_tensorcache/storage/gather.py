@@ -218,7 +218,7 @@ def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
 
 
 def _runs_as_called() -> bool:
-    """Return whether a call of torch copies bytes. Within `functionalize`, `make_fx` or `FakeTensorMode`, it may not."""
+    """Return False within `functionalize`, `make_fx` or `FakeTensorMode`, where a call of torch may copy nothing."""
     return not _num_modes() and _innermost_transform() is None
 
 

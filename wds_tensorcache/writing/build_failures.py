@@ -31,10 +31,10 @@ class Failure:
 
     Attributes:
         item: Number of the item in the source.
-        key: Key of its sample; `""` if it depends on the item, and the item could not be read.
+        key: Key of its sample; `""` if the key is made from the item, which could not be read.
         error: Name of the exception's class.
         text: Message of the exception, at most 1,000 characters.
-        frame: Last frame of the traceback that is outside installed packages and the standard library, or else the last one:
+        frame: Last frame of the traceback that is outside installed packages and the standard library, or else the last frame:
             file, line, function and source.
     """
 

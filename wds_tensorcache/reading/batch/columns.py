@@ -224,7 +224,7 @@ class Columns:
 
 
 def with_chosen(by_name: list[dict[str, _Item]], layouts: Layouts) -> list[dict[str, _Item]]:
-    """Return each layout's items by tensor name, with chosen tensors under their names in the batch."""
+    """Replace, in the list `by_name`, the dict of each layout by one with its chosen tensors; return the list."""
     for at, chosen in enumerate(layouts.chosen):
         stored_items, by_name[at] = by_name[at], dict(by_name[at])
         for name, stored in chosen.items():

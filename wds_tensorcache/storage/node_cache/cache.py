@@ -168,7 +168,7 @@ class CachedFile(RemoteFile):
     """A remote file that is read through a node's cache.
 
     Args:
-        cache: The cache.
+        cache: The `NodeCache` through which it is read.
         url, nbytes, tag, manifest: As for `RemoteFile`.
 
     Threads/fork/pickle: any thread and any forked process may read. Not pickled.
