@@ -239,7 +239,7 @@ def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
     for future in futures:
         try:
             results.append(future.result())
-        except (CancelledError, retry.CancelledError) as exc:
+        except CancelledError as exc:
             cancelled = exc
     if cancelled is not None:
         raise cancelled

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
 from math import inf
 from typing import TypeVar
@@ -56,10 +57,6 @@ class TransientError(Exception):
 
 class MissingBucketError(FileNotFoundError):
     """A bucket or container that does not exist."""
-
-
-class CancelledError(Exception):
-    """A request that its caller cancelled."""
 
 
 class Cancel:
