@@ -133,19 +133,23 @@ def _copy(
     source = ranges.begin + base
     target, nbytes = ranges.target, ranges.nbytes
     is_short = monotonic() < _short_until  # a fault on a missing page may read megabytes: samples are announced first
-    cold = _find_cold(files, ranges, base) if is_short else np.arange(0)
+    if is_short:
+        cold = _find_cold(files, ranges, base)
     # Distances of targets differ if other samples of the batch are read in another way.
     pitches = target[:, 1:] - target[:, :-1]
     is_equal = (nbytes == nbytes[:, :1]).all(1) & (nbytes[:, 0] > 0) & (pitches == pitches[:, :1]).all(1)
     is_equal &= len(ranges.file) >= _FEW and _runs_as_called() and _openmp_setter() is not None
     lowest, highest = int(source.min()), int(source.max())
     is_equal &= nbytes[:, 0] < _MAX_WINDOWS_NBYTES // (highest - lowest + 2 * _MAX_UNIT)
-    others = ~is_equal
-    rows = np.stack([target[others] + memory.__array_interface__["data"][0], source[others], nbytes[others]])
-    firsts, pitches = target[is_equal, 0], pitches[is_equal, :1].reshape(-1)
-    equal = _as_rows(memory, source[is_equal], lowest, highest, nbytes[is_equal, 0], firsts, pitches)
-    is_long = rows[2].sum() >= _LONG_NBYTES * rows[2].size
-    move, moved = (memmove, nbytes) if is_long else (_memmove_with_gil, nbytes[is_equal])
+    alike, others = (slice(None), ()) if is_equal.all() else (is_equal, np.flatnonzero(~is_equal))
+    firsts, pitches = target[alike, 0], pitches[alike, :1].reshape(-1)
+    equal = _as_rows(memory, source[alike], lowest, highest, nbytes[alike, 0], firsts, pitches)
+    move: Callable[..., Any] = memmove
+    moved = nbytes
+    if len(others):
+        rows = np.stack([target[others] + memory.__array_interface__["data"][0], source[others], nbytes[others]])
+        if rows[2].sum() < _LONG_NBYTES * rows[2].size:
+            move, moved = _memmove_with_gil, nbytes[alike]
 
     def announce_some(samples: Array) -> None:
         if len(samples):
@@ -154,9 +158,11 @@ def _copy(
 
     # `owners` stay alive while a thread copies, also after an interrupt
     def copy(begin: int, end: int, owners: Any = (memory, files)) -> None:
-        announce_some(cold[(cold >= begin) & (cold < end)])
+        if is_short:
+            announce_some(cold[(cold >= begin) & (cold < end)])
         _select(equal, begin, end)
-        deque(map(move, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
+        if len(others):
+            deque(map(move, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
     def announce_cold() -> None:
         if not is_short:  # meanwhile, other threads copy

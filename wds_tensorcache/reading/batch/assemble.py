@@ -139,9 +139,8 @@ def _read_rows(
 ) -> None:
     """Read the rows of a batch into `memory`. The requests for remote rows also fetch `skeletons`, which `Rows` keeps."""
     rows = layouts.rows
-    which = layouts.which if len(layouts.items) > 1 else slice(1)  # one column stands for all samples
-    nbytes = np.broadcast_to(columns.nbytes[:, which], placement.rows.shape)
-    ranges = Ranges(rows.number, rows.begin + columns.begin[:, which], nbytes, placement.rows)
+    which = layouts.which
+    ranges = Ranges(rows.number, rows.begin + columns.begin[:, which], columns.nbytes[:, which], placement.rows)
     if store.has_remote and (is_remote := store.are_remote[rows.number]).any():
         from wds_tensorcache.reading.remote_batches import read_remote_rows
 

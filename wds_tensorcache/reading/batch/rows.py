@@ -103,7 +103,7 @@ def locate(store: Store, positions: Array) -> Rows:
         return Rows(shards, number, row, begin, ((at, _ALL, row),))
     order = np.argsort(number.astype(store.number_dtype), kind="stable")  # numpy uses a radix sort for short integers
     present, rows = number[order], row[order]
-    edges = [0, *(np.flatnonzero(np.diff(present)) + 1).tolist(), len(order)]
+    edges = [0, *(np.flatnonzero(present[1:] != present[:-1]) + 1).tolist(), len(order)]
     by_shard, begin = [], np.empty(len(order), np.int64)
     for first, last in pairwise(edges):
         at = present.item(first)
