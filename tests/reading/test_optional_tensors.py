@@ -237,3 +237,20 @@ def test_lists_of_other_tensors_differ_in_length(tmp_path: Path) -> None:
                 assert made["x"].tolist() == [[i] for i in numbers]
                 assert made["n"].tolist() == numbers
                 assert all(list(one) == [None] * len(numbers) for one in made["captions"])
+
+
+@pytest.mark.parametrize("keys", [(7, -1), ("7", "-1")])
+def test_keys_that_are_numbers(tmp_path: Path, keys: tuple[Any, ...]) -> None:
+    """A tensor's name does not tell whether the key is a number or a text, but another sample does."""
+    first, second = keys
+    ones = torch.ones(1)
+    samples = [{first: ones, "x": ones}, {"x": ones, "d": {second: ones}}, {"x": ones, "y": ones, "z": ones}]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for numbers in ([0], [1], [2], [0, 1], [1, 2], [2, 0, 1]):
+            batch = cache.read_batch(numbers, collate=LISTS)
+            assert set(batch) == {first, "x", "d", "y", "z"}
+            assert list(batch["d"]) == [second]
+            assert batch[first] == [samples[i].get(first) for i in numbers]
+        one = {"x": [ones], first: [None], f"d.{second}": [None]}
+        assert {first, "d"} <= set(cache.nest([2], {str(name): value for name, value in one.items()}))
+        assert set(tc.nest([cache[2], cache[0]], {"x": ones, str(first): ones})) == {"x", first}

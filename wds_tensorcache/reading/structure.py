@@ -36,18 +36,21 @@ _NOTHING: Any = object()  # takes the place of a dict's item that only one of tw
 _END: Any = object()  # takes the place of a sequence's item that only one of two samples has
 
 
-def insert(sample: Any, name: str) -> Any:
+def insert(sample: Any, name: str, donor: Any = None) -> Any:
     """Return a sample with a placeholder tensor at the path `name`, where the sample has None or nothing.
+
+    Args:
+        donor: A sample with this tensor. A name does not tell whether the key of a dict is `7` or `"7"`; the donor does.
 
     Raises:
         ValueError: Another value has this path, the path leads through a value that is not a container, or the path needs a
             new container whose type `name` does not determine.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
-    return _insert(sample, name.split("."), lazy)
+    return _insert(sample, name.split("."), lazy, donor)
 
 
-def _insert(value: Any, parts: Sequence[str], lazy: Any) -> Any:
+def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
     if not parts:
         if value is not None and not isinstance(value, Lazy):
             raise ValueError(f"there is {shown(value)} at {lazy.name!r}")
@@ -55,20 +58,21 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any) -> Any:
         return lazy if value is None else value
     part, cls = parts[0], type(value)
     if value is None:  # a container that the sample lacks
-        if part.isdecimal():
+        if part.isdecimal() and type(donor) not in DICTS:
             raise ValueError(f"the sample lacks a container of {lazy.name!r}")
         value = {}
     elif cls in SEQUENCES and part.isdecimal() and int(part) < len(value):
         at = int(part)
-        item = _insert(value[at], parts[1:], lazy)
+        item = _insert(value[at], parts[1:], lazy, donor[at] if type(donor) in SEQUENCES and at < len(donor) else None)
         if item is value[at]:
             return value
         items = [item if number == at else other for number, other in enumerate(value)]
         return deque(items, value.maxlen) if cls is deque else cls(items)
     elif cls not in DICTS:
         raise ValueError(f"there is {shown(value)} in place of a container of {lazy.name!r}")
-    key = next((key for at, key in enumerate(value) if component(key, at) == part), _key_of(part))
-    item = _insert(value.get(key), parts[1:], lazy)
+    known = (entry for one in (value, donor) if type(one) in DICTS for entry in enumerate(one))
+    key = next((key for at, key in known if component(key, at) == part), _key_of(part))
+    item = _insert(value.get(key), parts[1:], lazy, donor.get(key) if type(donor) in DICTS else None)
     if item is value.get(key):
         return value
     result = empty_like(value)
@@ -147,7 +151,7 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     whole = samples[base]
     for name in dict.fromkeys(name for own in names for name in own if name not in names[base]):
         try:
-            whole = insert(whole, name)
+            whole = insert(whole, name, next(one for one, own in zip(samples, names, strict=True) if name in own))
         except ValueError as exc:
             if name in tensors:
                 problem = f"sample {base} of the batch lacks tensor {name!r}, and has no place for it: {exc}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -154,7 +155,7 @@ class Structures:
         sample, wanted = self.whole(raw), self.wanted or (lambda name: True)
         for name in missing:
             try:
-                sample = insert(sample, name)
+                sample = insert(sample, name, _donor(layouts, name))
             except ValueError as exc:
                 if wanted(name):
                     raise BatchError(
@@ -182,6 +183,21 @@ class Structures:
         if key is not None and structure.template is not None:
             keep_known(self._by_form, key, (layout.form, structure.names))
         return structure.names, structure.template is not None
+
+
+def _donor(layouts: Layouts, name: str) -> Any:
+    """Return a sample that has a tensor, if its place in a sample depends on it: in a dict, under `7` or under `"7"`."""
+    if not re.search(r"(?:^|[.])-?[0-9]+(?:[.]|$)", name):
+        return None
+    rows = layouts.rows
+    for number, layout in enumerate(layouts.items):
+        if name in layout.named:
+            return rows.sample(int(np.argmax(layouts.which == number)))
+    for shard in rows.shards:
+        for _, row in shard.forms() if isinstance(shard, Shard) else ():
+            if name in shard.layout(row).named:
+                return shard.sample(row)
+    return None
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
