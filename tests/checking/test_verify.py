@@ -38,6 +38,16 @@ def test_whole_shards(tmp_path: Path) -> None:
         tc.verify(path, num_threads=0)
 
 
+def test_while_a_writer_is_active(tmp_path: Path) -> None:
+    """A writer names a shard before it lists it."""
+    path = write(tmp_path, 2)
+    with tc.ShardWriter(tmp_path / "other-%d.tar", fsync=False) as sink:
+        sink.write("9", sample(9))
+        (tmp_path / "unlisted.tar").write_bytes(path.read_bytes())
+        assert not any("does not list it" in what for _, what in faults(tmp_path))
+    assert (None, "manifest.json does not list it") in faults(tmp_path)
+
+
 @pytest.mark.parametrize(
     "name", ["skel.pyd", "safetensors", *(pytest.param(part, marks=pytest.mark.long) for part in ("headers", "end"))]
 )

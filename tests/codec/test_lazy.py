@@ -134,6 +134,9 @@ def test_load_into_and_views() -> None:
     assert torch.equal(batch, torch.stack([torch.zeros_like(T), T]))
     strided = torch.zeros(3, 2, 4).permute(2, 1, 0)
     assert torch.equal(lazy.load(out=strided), T)
+    columns = torch.zeros(1, 2)  # torch takes one of them for contiguous
+    assert lazy_of(torch.ones(1)).load(out=columns[:, 1]).tolist() == [1]
+    assert columns.tolist() == [[0, 1]]
     for out, shown in ((T.double(), r"float64\[4, 2, 3\]"), (T.flatten(), r"float32\[24\]")):
         with pytest.raises(ValueError, match=f"out is torch.{shown}"):
             lazy.load(out=out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Iterator
 from itertools import permutations
@@ -17,6 +18,13 @@ from tests.reading.batches import write
 from tests.shards.footers import forge_names
 
 COUNT = 6
+
+
+@dataclasses.dataclass
+class Box:
+    """A class that skeletons name."""
+
+    x: Any
 
 
 def latent(i: int) -> torch.Tensor:
@@ -128,6 +136,18 @@ def test_all_samples_share(tmp_path: Path) -> None:
         assert cache.select("deep.1.b").read_batch([2, 0])["deep"][1]["b"].tolist() == [[2] * 3, [0] * 3]
         view = pickle.loads(pickle.dumps(cache.select("deep.*")))
         assert view.read_batch([2, 0])["deep"][1]["b"].tolist() == [[2] * 3, [0] * 3]
+
+
+def test_a_tensor_that_an_object_has_too(tmp_path: Path) -> None:
+    """The object gives it no name, so the selected place does."""
+    x = torch.ones(2)
+    samples = [{"a": x, "box": Box(x), "b": x}]
+    with tc.ShardWriter(tmp_path / "x.tar", allow=[Box]) as sink:
+        sink.write("0", samples[0])
+    with tc.open(tmp_path, allow=[Box]) as cache:
+        view = cache.select("b")
+        assert list(tc.flatten(view[0])) == list(view.read_tensors([0])) == ["b"]
+        assert tc.nest([view[0]], view.read_tensors([0]))["b"].tolist() == [[1, 1]]
 
 
 # --- indexes of old writers, which do not list further names, and indexes that give wrong ones ---

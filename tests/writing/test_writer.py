@@ -63,6 +63,16 @@ def test_by_bytes(tmp_path: Path) -> None:
     assert listed(tmp_path) == {"0.tar": 2, "1.tar": 2, "2.tar": 1}
 
 
+def test_numbers_that_outgrow_the_pattern(tmp_path: Path) -> None:
+    with pytest.warns(
+        UserWarning, match=r"s-10\.tar: the name sorts before that of the last shard, .* such as %06d"
+    ) as warned:
+        write(tmp_path / "s-%d.tar", count=12, max_samples=1)
+    assert [one.filename for one in warned] == [__file__]
+    with tc.open(tmp_path) as cache:
+        assert list(cache.keys())[:3] == ["000", "001", "010"]
+
+
 def test_options_leave_things_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write("x.tar", footer=False, dali_index=False, manifest=False)

@@ -28,6 +28,7 @@ from wds_tensorcache.shards.manifest import (
     stored_digest,
 )
 from wds_tensorcache.shards.names import dali_index_path
+from wds_tensorcache.storage.locks import is_being_written
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
 from wds_tensorcache.storage.threads import Threads, run_in_order
@@ -204,11 +205,14 @@ class _Manifest:
         for located in locate_shards(path, entries or []):
             self._add(located)
         folder = os.path.dirname(path)
-        for name in shard_names(os.listdir(folder or os.curdir)):
-            shard = os.path.join(folder, name)
-            if os.path.abspath(shard) not in self._entries:
-                self.paths.append(shard)
-                if entries is not None and self._where == MANIFEST:
+        shards = [os.path.join(folder, name) for name in shard_names(os.listdir(folder or os.curdir))]
+        unlisted = [shard for shard in shards if os.path.abspath(shard) not in self._entries]
+        self.paths += unlisted
+        if unlisted and entries is not None and self._where == MANIFEST and not is_being_written(folder or os.curdir):
+            # a writer that has ended meanwhile has listed its shards
+            listed = {os.path.abspath(located.path) for located in locate_shards(path, read_manifest(path)[0])}
+            for shard in unlisted:
+                if os.path.abspath(shard) not in listed:
                     self._fault(shard, f"{MANIFEST} does not list it")
         if not self.paths and not report.faults:
             raise FileNotFoundError(f"{path} lists no shards")

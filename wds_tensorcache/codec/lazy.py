@@ -298,7 +298,8 @@ class LazyTensor(Lazy):
             with torch.no_grad():
                 return out.copy_(self.load())
         if self.nbytes:
-            raw: Any = out.detach().reshape(-1).view(torch.uint8).numpy()
+            # a contiguous tensor may have any strides in dimensions of size 1
+            raw: Any = out.detach().as_strided((out.numel(),), (1,)).view(torch.uint8).numpy()
             self._source.read_into([memoryview(raw)], self._reference.begin)
         return out
 

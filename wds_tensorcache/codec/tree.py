@@ -207,12 +207,14 @@ def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False)
         apart, names = separate(sample)
         targets, kept = dict(names), dict[Any, Lazy]()
         projected = _project(apart, wanted, {}, prunes)
-        # the first place that is kept gives the tensor its name
-        projected = rebuild(
-            projected,
-            lambda lazy: kept.setdefault((id(lazy._source), targets.get(lazy.name, lazy.name)), lazy),
-            Lazy,
-        )
+
+        def keep(lazy: Lazy) -> Lazy:
+            return kept.setdefault((id(lazy._source), targets.get(lazy.name, lazy.name)), lazy)
+
+        # the first place that is kept gives the tensor its name; places in sets and objects have none
+        for lazy in flatten(projected).values():
+            keep(lazy)
+        projected = rebuild(projected, keep, Lazy)
     return None if projected is _DROPPED else projected
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +15,7 @@ from math import inf
 from numbers import Real
 from typing import Any
 
+from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import is_bound
 from wds_tensorcache.codec.sample import encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
@@ -302,6 +304,9 @@ class ShardWriter:
         if self._number and not self._pattern.is_numbered:
             problem = "is finished; for more shards, use a pattern with a number, such as %06d"
             raise FileExistsError(f"{shown(path)} {problem}")
+        if self._number and name < self._pattern.shard_name(self._number - 1):
+            problem = "the name sorts before that of the last shard, and readers sort shards by name"
+            warnings.warn(f"{shown(path)}: {problem}; use a wider number, such as %06d", stacklevel=user_level())
         if self._dali_index and not folder.is_remote:
             check_replaceable(dali_index_path(path))
         shard = _UnfinishedShard(path, name, folder.new_file(name))
