@@ -40,7 +40,7 @@ def test_damaged_states(cache: Any) -> None:
     for wrong in (None, [], {}, "state", state | {"version": 3}):
         with pytest.raises(ValueError, match="state of version 2"):
             loader.load_state_dict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"version 1.*finish the epoch with that release.*begin an epoch anew"):
+    with pytest.raises(ValueError, match=r"version 1.*finish the epoch with the code that wrote.*begin an epoch anew"):
         loader.load_state_dict(state | {"version": 1})
     for name in ("dataset", "settings", "position", "weights"):
         with pytest.raises(ValueError, match=f"is damaged: it lacks {name}"):

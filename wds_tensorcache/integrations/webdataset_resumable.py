@@ -475,7 +475,7 @@ class ResumablePipeline(IterableDataset[Any]):
         version, epoch, is_over = map(fields.get, ("version", "epoch", "over"))
         if version != VERSION:
             raise ValueError(
-                f"the state has version {version!r:.20}, expected {VERSION}: another release divides the shards among ranks "
+                f"the state has version {version!r:.20}, expected {VERSION}: another version divides the shards among ranks "
                 f"and workers differently; without the state, set_epoch({epoch!r:.20}) starts its epoch again"
             )
         if fields.get("of") != identity:

@@ -323,8 +323,8 @@ class Plan:
         version = state.get("version") if isinstance(state, Mapping) else None
         if version == 1:
             raise ValueError(
-                "the state has version 1, from a release that shuffled samples in another order. Either finish the epoch with "
-                "that release, or leave the state out, and call set_epoch to begin an epoch anew"
+                "the state has version 1, which has the samples in another order. Either finish the epoch with the code that "
+                "wrote the state, or leave the state out, and call set_epoch to begin an epoch anew"
             )
         if version != _VERSION:
             raise ValueError(f"expected a loader's state of version {_VERSION}, got {state!r:.200}")
