@@ -61,6 +61,8 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
     """Return the arrays of an `.npz` file by name, converted by `as_tensor`; unpickle objects only in a trusted file."""
     with naming(name), folder.open(name) as file:
         files = arrays.list_zip(file)
+        if not files:
+            return {}
         begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
         # Hazard: some processors copy eight times as slowly into memory that begins 1 to 15 bytes after a page.
         raw = folder.view_open(file, name, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)

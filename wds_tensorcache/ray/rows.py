@@ -101,8 +101,15 @@ def _undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) 
     def own(value: Any, kind: Any) -> Any:
         if kind is None and _may_be_null(value):
             return None
+        if kind != "int" or not isinstance(value, float) or not value.is_integer():
+            return value
         # nulls in other rows turn ints into floats
-        return int(value) if kind == "int" and isinstance(value, float) and value.is_integer() else value
+        if abs(value) >= 1 << 53:
+            problem = (
+                f"column {name!r} has an int near {value:.0f}, which became a float because other rows lack the value"
+            )
+            raise EncodeError(f"{problem}; use batch_format='pyarrow', or give every sample the value")
+        return int(value)
 
     return list(map(own, values, kinds))
 

@@ -394,6 +394,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         keys = list(islice(self.keys(), NUM_COMPARED))
         names = dict.fromkeys(self._name_at(index, stored_key) or stored_key for index, stored_key in enumerate(keys))
         hint = "" if list(names) == keys else "; tc.safe_key(name) is the key of such a name"
+        if key in names:
+            hint = f"; pass tc.safe_key({key!r:.100})"
         return list_names(names, key, len(self)) + hint
 
     @abstractmethod

@@ -160,7 +160,7 @@ class Structures:
                 if wanted(name):
                     raise BatchError(
                         f"sample {layouts.rows.key(base)!r} has neither tensor {name!r} of the batch, nor None in its place; "
-                        "select the tensors that all samples have, filter by entry.shapes, or collate with a function"
+                        "select the tensors that all samples have, take one of several by choose=, or collate with a function"
                     ) from exc
         names = tuple(filter(wanted, names_of(sample)))
         is_plain = not is_shared(sample, wanted) and not any("@" in name or "~" in name for name in names)
