@@ -125,6 +125,13 @@ def test_names_of_columns_with_pictures(tmp_path: Path) -> None:
         tc.import_cache(tmp_path / "twice", tmp_path / "more")
 
 
+def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
+    times = arrow.array([1_000, 1_001], arrow.time64("ns"))
+    datasets.Dataset(arrow.table({"time": times})).save_to_disk(tmp_path / "in")
+    with pytest.raises(tc.FormatError, match="has the time 1001 ns, more precise than datetime.time"):
+        tc.import_cache(tmp_path / "in", tmp_path / "out")
+
+
 def test_pictures_that_are_null(tmp_path: Path) -> None:
     """The report names the rows without a picture, and not those with one."""
     columns = datasets.Features({"image": datasets.Image()})

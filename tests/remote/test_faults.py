@@ -64,7 +64,8 @@ def publish(server: HttpServer, folder: Path) -> None:
 
 @pytest.fixture
 def extent(server: HttpServer, url: str, folders: list[Path]) -> tuple[int, int, int]:
-    """The first and the last byte of the tensor, and the length of the shard."""
+    """The first and the last byte of the tensor, and the length of the shard, which is its tag, too."""
+    server.set(etag="length")
     read_cache(url)
     first, _, last = str(server.log()[-1].range).removeprefix("bytes=").partition("-")
     return int(first), int(last), (folders[0] / "a.tar").stat().st_size
@@ -257,6 +258,12 @@ def test_tags_without_quotes(server: HttpServer, url: str) -> None:
     assert server.log()[-1].headers["if-match"] == '"abc"'
 
 
+def test_a_tag_that_is_no_longer_sent(server: HttpServer, url: str) -> None:
+    """As by another machine behind the same name: nothing shows whose bytes these are."""
+    server.script_all(RANGE.script("c", "q", {"headers": {"ETag": None, "Last-Modified": None}}))
+    assert "now the server sends none" in str(refused(tc.FormatError, read_cache, f"{url}?q"))
+
+
 def test_a_weak_tag_that_becomes_strong(server: HttpServer, url: str) -> None:
     """As Apache's tags do a second after a file was written."""
     server.script("c/a.tar", {"etag": 'W/"1"'}, {"etag": '"1"'}, {"etag": '"2"'})
@@ -266,7 +273,7 @@ def test_a_weak_tag_that_becomes_strong(server: HttpServer, url: str) -> None:
             lazy.load()
 
 
-HEAD = "HTTP/1.1 206 X\r\nContent-Range: bytes {first}-{last}/{total}\r\n"
+HEAD = 'HTTP/1.1 206 X\r\nETag: "{total}"\r\nContent-Range: bytes {first}-{last}/{total}\r\n'
 
 
 DAMAGED = [

@@ -66,7 +66,7 @@ def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> A
         lists: Form of the lists of numbers in the column.
 
     Raises:
-        FormatError: The struct contains only the path of media, and not the bytes.
+        FormatError: The struct contains only the path of media, and not the bytes; or Python has no such time.
     """
     types = import_pyarrow().types
     array = getattr(array, "storage", array)  # of an extension type
@@ -80,6 +80,8 @@ def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> A
         fields = zip(kind, array.flatten(), strict=True)
         return {field.name: value_of(item, described.get(field.name), lists) for field, item in fields}
     if not _is_list(types, kind):
+        if str(kind) == "time64[ns]" and array[0].value % 1000:
+            raise FormatError(f"has the time {array[0].value} ns, more precise than datetime.time")
         return array[0].as_py()
     sizes: list[int] = []
     flat = array

@@ -88,7 +88,10 @@ class HttpClient:
             else:
                 nbytes = _length_of(response) if response.status == 200 else None
             if nbytes is not None:
-                state = request.check(ObjectInfo(nbytes, self._tag(response)))
+                tag = self._tag(response)
+                if tag is None and response.status != 416 and request.state is not None and request.state.tag:
+                    raise request.changed_error(f"its tag was {request.state.tag:.80}, now the server sends none")
+                state = request.check(ObjectInfo(nbytes, tag))
             yield response, state
 
     def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
