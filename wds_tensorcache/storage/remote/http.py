@@ -90,7 +90,9 @@ class HttpClient:
             if nbytes is not None:
                 tag = self._tag(response)
                 if tag is None and response.status != 416 and request.state is not None and request.state.tag:
-                    raise request.changed_error(f"its tag was {request.state.tag:.80}, now the server sends none")
+                    raise TransientError(
+                        f"its tag was {request.state.tag:.80}, now the server sends none", response.status
+                    )
                 state = request.check(ObjectInfo(nbytes, tag))
             yield response, state
 
