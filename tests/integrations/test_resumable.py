@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -345,3 +347,19 @@ def test_set_epoch_reaches_workers(urls: list[str]) -> None:
         stream.set_epoch(epoch)
         assert [i for item in made for i in number(item)] == order(urls, epoch, 2)
     assert [i for item in made for i in number(item)] == order(urls, 1, 2)
+
+
+LEFT = """
+import sys
+import webdataset as wds
+import wds_tensorcache as tc
+
+stream = iter(tc.ResumablePipeline(sys.argv[1:], tc.decode()))
+stock = iter(wds.DataPipeline(wds.SimpleShardList(sys.argv[1:]), tc.tarfile_to_samples(), tc.decode()))
+print(next(stream)["__key__"], next(stock)["__key__"])
+"""
+
+
+def test_streams_that_are_left_when_the_interpreter_ends(urls: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT, *urls], capture_output=True, text=True, check=True)
+    assert "ignored" not in done.stderr

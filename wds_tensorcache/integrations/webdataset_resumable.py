@@ -406,10 +406,8 @@ class ResumablePipeline(IterableDataset[Any]):
                 continue
             try:
                 yield from self._samples_of(shard, done)
-            except Stopped:
-                return
             except Exception as exc:  # the handler decides, as in every stage of webdataset
-                if not self._handler(exc):
+                if isinstance(exc, Stopped) or not self._handler(exc):
                     return
 
     def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:

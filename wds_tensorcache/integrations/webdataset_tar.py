@@ -81,10 +81,9 @@ class TarSamples:
                 for _, sample, _ in self.samples_of(shard):
                     if sample is not None:
                         yield sample
-            except Stopped:
-                break
             except Exception as exc:  # the handler decides, as in every stage of webdataset
-                if not self.handler(exc):
+                # not `except Stopped`: when the interpreter closes an iterator at its end, this name is None
+                if isinstance(exc, Stopped) or not self.handler(exc):
                     break
 
     def samples_of(
@@ -113,7 +112,7 @@ class TarSamples:
         common = {"__url__": url}
         if shard.get("local_path") is not None:
             common["__local_path__"] = shard["local_path"]
-        is_over = False
+        is_over, is_pipe = False, isinstance(stream, Pipe)
         try:
             skip = stream.skip if isinstance(stream, RemoteStream) else None
             tar = TarStream(stream, first[1], skip, self.max_expanded_nbytes)
@@ -122,10 +121,12 @@ class TarSamples:
             if hidden is not None:
                 warnings.warn(str(hidden.at(shown_url(url))), stacklevel=user_level())
             is_over = True
-        except FormatError as exc:
-            raise exc.at(shown_url(url)) from exc
+        except Exception as exc:
+            if isinstance(exc, FormatError):
+                raise exc.at(shown_url(url)) from exc
+            raise
         finally:
-            if not is_over and isinstance(stream, Pipe):
+            if not is_over and is_pipe:
                 # without a reader, the command would wait forever
                 stream.proc.kill()
                 stream.ignore_errors = True
