@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -202,7 +203,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
     assert batch["mark"].shape == (2,)
 
 
-def test_wrong_replacements() -> None:
+def test_wrong_replacements(tmp_path: Path) -> None:
     for p, value in ((-0.1, {"x": 0}), (1.1, {"x": 0}), (0.1, {}), (0.1, 0), (0.1, {0: 0})):
         with pytest.raises(ValueError, match="expected"):
             tc.drop_text(p, value)  # type: ignore[arg-type]
@@ -213,6 +214,14 @@ def test_wrong_replacements() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tc.drop_text(1, {"x": torch.zeros(shape)})({"x": torch.ones(2, 3, 2)}, info_of([0, 1]))
+    short = tc.drop_text(1, {"x": torch.zeros(1, 2)})
+    with tc.SharedDataset([{"x": torch.ones(3, 2)}] * 2, "short", directory=tmp_path) as data:
+        with pytest.raises(
+            RuntimeError, match=r"\[1, 2\], but a row \[3, 2\]; for texts, collate={'x': 'pad'} allows shorter"
+        ):
+            next(iter(tc.Loader(data, 2, transform=short)))
+        (batch,) = tc.Loader(data, 2, transform=short, collate={"x": "pad"})
+        assert not batch["x"].any()
     with pytest.raises(KeyError, match="no 'x'"):
         tc.drop_text(0, {"x": 0})({"y": 1}, info_of([0]))
     for texts in (np.zeros((2, 3)), [np.zeros(3)] * 2):

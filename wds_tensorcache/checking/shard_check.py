@@ -171,7 +171,12 @@ def _check_all(
 
 def _count_caches(file: ShardFile) -> dict[str, int]:
     """Return the number of caches of each sample in the index of a shard, by key."""
-    index = next(parse_both(file, lambda part: read_index(part.read, part.nbytes, file.nbytes), lenient=True), None)
+
+    def parse(part: ShardFile) -> ShardIndex | None:
+        # lost bytes may have changed the length of the shard, but a sidecar with another length may be that of another shard
+        return read_index(part.read, part.nbytes, None if part is file else file.nbytes)
+
+    index = next(parse_both(file, parse, lenient=True), None)
     if index is None:
         return {}
     counts = np.zeros(len(index.keys), np.int64)

@@ -23,6 +23,7 @@ from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
 from wds_tensorcache.arguments import user_level
+from wds_tensorcache.errors import format_count
 from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank, is_distributed
@@ -153,7 +154,9 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def _check_ranks(self) -> None:
         if len(self._urls) < self._world_size:
-            raise ValueError(f"{len(self._urls)} shards for {self._world_size} ranks: some ranks would have none")
+            hint = "; the url of a folder ends with '/'" if len(self._urls) == 1 and is_remote(self._urls[0]) else ""
+            counts = f"{format_count(len(self._urls), 'shard')} for {self._world_size} ranks"
+            raise ValueError(f"{counts}: some ranks would have none{hint}")
         self._steps = self._count_steps(self._wanted_steps)
 
     def _find_rank(self) -> None:

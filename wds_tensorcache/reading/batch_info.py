@@ -141,13 +141,12 @@ class BatchInfo:
 
     def _length(self, name: str, lengths: torch.Tensor) -> int:
         """Return the padded length of a tensor's rows, whose lengths before padding are `lengths`."""
-        way = None if self._collate is None else self._collate.ways_for([name])[0]
-        longest = int(lengths.max())
+        way, longest = self._way(name), int(lengths.max())
         return way.length(longest) if isinstance(way, Pad) else longest
 
-    def _is_list(self, name: str) -> bool:
-        """Return whether the rows of a tensor are a list without padding."""
-        return self._collate is not None and self._collate.ways_for([name])[0] == "list"
+    def _way(self, name: str) -> str | Pad | None:
+        """Return how the rows of a tensor were combined; None if a function did so."""
+        return None if self._collate is None else self._collate.ways_for([name])[0]
 
     def _is_lacking(self, name: str) -> bool:
         """Return whether the cache has a tensor that all samples of the batch lack."""

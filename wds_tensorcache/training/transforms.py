@@ -80,8 +80,9 @@ class DropText:
             container, key = _locate(batch, name)
             texts = container[key]
             if isinstance(texts, torch.Tensor):
+                is_stacked = isinstance(info._way(name), str)
                 for row in rows:
-                    self._overwrite(name, texts[row])
+                    self._overwrite(name, texts[row], is_stacked)
             elif not isinstance(texts, (list, Leaves)):
                 raise TypeError(f"drop_text replaces tensors and lists, but {name!r:.100} is a {type(texts).__name__}")
             elif rows:
@@ -111,7 +112,7 @@ class DropText:
             if name not in shapes:
                 continue
             held = rows
-            if info._is_list(name):
+            if info._way(name) == "list":
                 held = rows[shapes[name][rows].any(1)]  # a row that is None stays None
             else:
                 lengths.setdefault(name, info._length(name, shapes[name][:, :1]))
@@ -120,15 +121,20 @@ class DropText:
             elif len(held):
                 del shapes[name]  # rows of a list have different numbers of dimensions
 
-    def _overwrite(self, name: str, row: torch.Tensor) -> None:
+    def _overwrite(self, name: str, row: torch.Tensor, is_stacked: bool) -> None:
         value = self._moved_to(name, row)
         if not value.ndim:
             row.fill_(value)
             return
         is_alike = value.ndim == row.ndim and value.shape[1:] == row.shape[1:]
-        if not is_alike or len(value) > len(row):
-            # padded to the longest row of a batch, only some batches are too short
-            remedy = f"; use collate={{{name!r}: tc.pad(to={len(value)})}} or a greater length" if is_alike else ""
+        if not is_alike or len(value) > len(row) or (is_stacked and len(value) < len(row)):
+            remedy = ""
+            if is_alike and len(value) > len(
+                row
+            ):  # padded to the longest row of a batch, only some batches are too short
+                remedy = f"; use collate={{{name!r}: tc.pad(to={len(value)})}} or a greater length"
+            elif is_alike:
+                remedy = f"; for texts, collate={{{name!r}: 'pad'}} allows shorter ones"
             raise ValueError(
                 f"the replacement of {name!r} has shape {list(value.shape)}, but a row {list(row.shape)}{remedy}"
             )

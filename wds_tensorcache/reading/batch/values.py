@@ -203,6 +203,6 @@ class Decoded:
             base = request.key(structures.find_base(self._layouts))
             raise BatchError(
                 f"sample {request.key(i)!r} has {actual} {where}, but {base!r} has {expected}: their structures differ; "
-                "collate with a function, or use read_tensors"
+                "collate with a function, take one of several tensors by choose=, or use read_tensors"
             )
         return sample
