@@ -50,10 +50,10 @@ def test_files_of_one_stem_are_joined(folder: Path, tmp_path: Path) -> None:
 def test_an_npz_without_arrays(folder: Path, tmp_path: Path) -> None:
     np.savez(folder / "a.npz")
     np.savez(folder / "b.npz", x=np.ones(2))
-    found, report = imported(folder, tmp_path / "out")
+    samples, report = imported(folder, tmp_path / "out")
     assert report.ok
-    assert found["a"] == {}
-    assert_same({"x": torch.ones(2, dtype=torch.float64)}, found["b"])
+    assert samples["a"] == {}
+    assert_same({"x": torch.ones(2, dtype=torch.float64)}, samples["b"])
 
 
 def test_safetensors_without_alignment(folder: Path, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ class _Manifest:
         unlisted = [shard for shard in shards if os.path.abspath(shard) not in self._entries]
         self.paths += unlisted
         if unlisted and entries is not None and self._where == MANIFEST and not is_being_written(folder or os.curdir):
-            # a writer that has ended meanwhile has listed its shards
+            # read again: a writer that has just ended has listed its shards
             listed = {os.path.abspath(located.path) for located in locate_shards(path, read_manifest(path)[0])}
             for shard in unlisted:
                 if os.path.abspath(shard) not in listed:

@@ -25,7 +25,7 @@ _NUM_ITEMS = 1000  # items of a list whose types are examined
 _MAX_LINES, _LINE_CHARS, _VALUE_CHARS = 100, 240, 60  # bounds of a repr
 _SHOWN_SHAPES = 3
 _MAX_DEPTH = 4
-_MAX_BITS = 4096  # a larger int takes long to print, or is refused
+_MAX_BITS = 4096  # Python takes long to print a larger int, or refuses to
 _BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}"), set: ("{", "}")}
 
 
@@ -143,7 +143,7 @@ def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
     # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than it.
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:limit]) + "…" * (len(value) > limit)
-    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+    if isinstance(value, int) and value.bit_length() > min(_MAX_BITS, 3 * limit):  # so that no digits are cut off
         return f"an int of {value.bit_length():,} bits"
     if isinstance(value, Lazy):
         return f"tensor {value.name!r:.80}"

@@ -70,8 +70,8 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
         return deque(items, value.maxlen) if cls is deque else cls(items)
     elif cls not in DICTS:
         raise ValueError(f"there is {shown(value)} in place of a container of {lazy.name!r}")
-    known = (entry for one in (value, donor) if type(one) in DICTS for entry in enumerate(one))
-    key = next((key for at, key in known if component(key, at) == part), _key_of(part))
+    keys = (numbered for one in (value, donor) if type(one) in DICTS for numbered in enumerate(one))
+    key = next((key for at, key in keys if component(key, at) == part), _key_of(part))
     item = _insert(value.get(key), parts[1:], lazy, donor.get(key) if type(donor) in DICTS else None)
     if item is value.get(key):
         return value
