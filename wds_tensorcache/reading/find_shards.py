@@ -194,9 +194,9 @@ def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) ->
     packed = [os.path.join(folder, name) for name in sorted(filter(_is_packed, names))]
     unlisted: list[str] = []
     if has_manifest:
-        listed_paths = set(map(os.path.normpath, listed))
-        paths = [os.path.normpath(os.path.join(folder, name)) for name in shard_names(names)]
-        unlisted = [path for path in paths if path not in listed_paths]
+        head = os.path.join(os.path.abspath(folder), "")
+        listed_names = {path.removeprefix(head) for path in listed}
+        unlisted = [os.path.join(folder, name) for name in shard_names(names) if name not in listed_names]
     if unlisted:
         from wds_tensorcache.storage.locks import is_being_written
 
@@ -231,7 +231,7 @@ def is_tar(path: object) -> bool:
 
 
 def _is_packed(name: str) -> bool:
-    return _IS_TAR(name) is not None and not name.endswith(".tar")
+    return not name.endswith(".tar") and _IS_TAR(name) is not None
 
 
 def _describe_packed(paths: Sequence[str]) -> str:
