@@ -100,9 +100,7 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
-    """Return the opcode that builds `value`, and the results of its `__reduce_ex__`.
-
-    These are arguments, keywords, state, items and pairs.
+    """Return the opcode that builds `value`, and the arguments, keywords, state, items and pairs from its `__reduce_ex__`.
 
     Raises:
         ValueError: `__reduce_ex__` names a callable other than the class of `value`, or a function that sets the state.
@@ -372,7 +370,9 @@ def _rows() -> Iterator[_Row]:
 _NEVER_CALLED = frozenset({bytes, frozenset, type(None), type(...), torch.dtype})  # listed types that no global calls
 LISTED: dict[type, Listed] = {}
 BUILDERS: dict[tuple[str, str], object] = {
-    ("builtins", "bytearray"): Builder(_checked(bytearray, bytes, optional=1)),  # protocol 4 has no opcode for it
+    ("builtins", "bytearray"): Builder(
+        _checked(bytearray, bytes, optional=1)
+    ),  # protocol 4 has no opcode for bytearrays
     ("collections", "defaultdict"): Builder(_build_defaultdict, counted=defaultdict),
     ("numpy", "dtype"): Builder(_checked(_numpy_dtype, str)),
     ("builtins", "Ellipsis"): ...,
