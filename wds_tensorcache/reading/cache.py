@@ -501,7 +501,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         self._wanted, self._optional = wanted, tuple(optional)
         self.__dict__.pop("_structures", None)
 
-    # What batches need is imported on first use: half of the modules of a cache.
+    # These modules are imported on first use: only batches need them, and they are half of the modules of a cache.
 
     @cached_property
     def _structures(self) -> Structures:
@@ -532,7 +532,7 @@ class TensorCache(Cache[_Sample]):
         optional: tuple[str, ...] = (),
     ) -> None:
         self._store = store
-        self._names = names  # of tensors whose places every batch has, selected or not
+        self._names = names  # of tensors that have a place in every batch, selected or not
         everything = range(len(store))
         self._order = None if isinstance(order, range) and order == everything else order  # None for all samples
         self._where: Positions = everything if self._order is None else self._order
@@ -575,7 +575,7 @@ class TensorCache(Cache[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> TensorCache[_Sample]:
         patterns = as_patterns(patterns)
         first = self._where[:1] if self._store.has_remote and self._patterns is None and len(self) else self._where
-        schema = schema_of(self._store, first)  # at urls, the names of all shards would cost a request for each
+        schema = schema_of(self._store, first)  # at urls, the names in all shards would cost a request for each shard
         if len(first) < len(self) and find_unknown(patterns, schema) is not None:
             first, schema = self._where, schema_of(self._store, self._where)
         names = list(filter(self._wanted, schema))

@@ -45,8 +45,8 @@ def open(
 
     Args:
         source: A folder, a manifest, a shard, a pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of
-            sources. A folder stands for its `manifest.json`, or else for its `*.tar` in the order of their names. Each may be a
-            local path, or a url that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are
+            sources. A folder stands for its `manifest.json`, or else for its `*.tar` in the order of their names. A source may
+            be a local path, or a url that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are
             uncompressed tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in the
             names of the files that it leads to. If you list a shard twice, or a folder contains it under two names, its samples
             occur twice.
@@ -93,7 +93,7 @@ def open(
     if cache_dir is None and cache_nbytes is not None:
         raise ValueError(f"cache_nbytes={cache_nbytes} needs cache_dir=, the folder whose length it limits")
     listing = find_shards(source)
-    places = {shard.path: shard for shard in listing.shards}  # a shard may be there twice
+    places = {shard.path: shard for shard in listing.shards}  # the listing may contain a shard twice
     remote_indexes = node_cache = None
     if any(map(is_url, places)):
         remote_indexes = _remote_indexes(index_folder, keep_indexes)

@@ -15,7 +15,7 @@ from wds_tensorcache.shards.shard import Shard
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
-_SHARDS_AHEAD = 64  # of which `in_order` loads the indexes at a time
+_SHARDS_AHEAD = 64  # shards whose indexes `in_order` loads at a time
 
 
 def take(positions: Positions, numbers: Any) -> Positions:

@@ -38,7 +38,7 @@ class Leaves:
     __slots__ = ("_decoded", "_list", "_path")
 
     def __init__(self, decoded: Any, path: Path, values: list[Any] | None = None) -> None:
-        self._decoded = decoded  # has a length and `column(path)`; None if there are values
+        self._decoded = decoded  # an object with a length and `column(path)`; None if `values` are passed
         self._path = path
         self._list = values
 
@@ -68,7 +68,7 @@ class Leaves:
 
     def _compare(self, name: str, other: Any) -> Any:
         if isinstance(other, (torch.Tensor, np.ndarray, np.generic, Lazy)):
-            return NotImplemented  # the other one compares element by element
+            return NotImplemented  # the tensor or array compares element by element
         values = self.tolist()
         if isinstance(other, _NUMBERS) and values and all(isinstance(value, _NUMBERS) for value in values):
             return getattr(self._as_tensor(), name)(other)
@@ -100,7 +100,8 @@ class Leaves:
             raise BatchError(
                 f"the values at {place!r}, such as {shown(values[0])}, do not form a tensor ({exc}); use .tolist()"
             ) from exc
-        # A blocking transfer would wait for all work of the GPU. This one copies pageable memory before it returns.
+        # A blocking transfer would wait for all work of the GPU. With `non_blocking`, torch copies pageable memory before it
+        # returns.
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
     @classmethod
