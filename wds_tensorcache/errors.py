@@ -100,7 +100,7 @@ class FormatError(TensorCacheError, ValueError):
         self.kind = kind or type(self).kind
 
     def at(self: _Format, where: str) -> _Format:
-        """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
+        """Return a copy of this error whose message begins with `where`, or unchanged if the message begins with it already."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
         known, where = self.where, str(where)  # a concealed url equals no text
@@ -183,7 +183,7 @@ class InvalidKeyError(TensorCacheError, ValueError):
 def add_note(exc: BaseException, note: str) -> None:
     """Add a note to an exception whose type must stay, for example an exception of the caller's code.
 
-    Without effect before Python 3.11.
+    Has no effect before Python 3.11.
     """
     if hasattr(exc, "add_note"):
         exc.add_note(note)
