@@ -11,8 +11,8 @@ import numpy as np
 from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys, stream_seed
 
 Array = np.ndarray[Any, Any]
-_ROUNDS = 8  # of `round_keys`
-_TABLE_BITS = 12  # of a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all
+_ROUNDS = 8  # one for each of the `round_keys`
+_TABLE_BITS = 12  # in a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all
 
 
 class EpochOrder:
@@ -77,7 +77,7 @@ class BlockOrder:
 
     def __call__(self, epoch: int, positions: Any) -> Array:
         places = _places(positions, self.count)
-        kept = self._blocks  # once, because another thread may replace it
+        kept = self._blocks  # read once, because another thread may replace it
         if kept is None or kept[0] != epoch:
             blocks = EpochOrder(len(self._sizes), seed=self.seed)(epoch, range(len(self._sizes)))
             kept = self._blocks = epoch, blocks, np.cumsum(self._sizes[blocks])
