@@ -146,7 +146,7 @@ class Shard:
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"columns": columns, "_template_numbers": np.zeros(len(columns), np.uint8)}
         loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
-        loaded["index"] = index  # the last one: other threads look for it
+        loaded["index"] = index  # set last: other threads look for it
         for name, value in loaded.items():
             setattr(self, name, value)
 
@@ -390,7 +390,7 @@ class _UnpickledFile:
             return Files(identities={self.path: self._identity}).get(self.path)
         file = _unpickled_files.get(self.path)
         if file is None or file.identity != self._identity:
-            # it may have been replaced on disk
+            # another file may have replaced it on disk
             file = _unpickled_files[self.path] = Files().get(self.path)
         if file.identity != self._identity:
             raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
