@@ -100,7 +100,7 @@ class FormatError(TensorCacheError, ValueError):
         self.kind = kind or type(self).kind
 
     def at(self: _Format, where: str) -> _Format:
-        """Return a copy of this error whose message begins with `where`, or unchanged if the message begins with it already."""
+        """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
         known, where = self.where, str(where)  # a concealed url equals no text

@@ -636,9 +636,7 @@ def _check_pairs(key: str, group: Group, first: dict[_Match, str], other: dict[_
     if first.keys() == other.keys() and not any(map(_POSITIONAL.search, parts)):
         return
     names = (
-        list_names(
-            [own[match] for match in sorted(own, key=beside.__contains__)]
-        )  # alternatives without a partner come first
+        list_names([own[match] for match in sorted(own, key=beside.__contains__)])  # alternatives without partner first
         for own, beside in ((first, other), (other, first))
     )
     raise BatchError(

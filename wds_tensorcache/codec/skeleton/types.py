@@ -370,9 +370,7 @@ def _rows() -> Iterator[_Row]:
 _NEVER_CALLED = frozenset({bytes, frozenset, type(None), type(...), torch.dtype})  # listed types that no global calls
 LISTED: dict[type, Listed] = {}
 BUILDERS: dict[tuple[str, str], object] = {
-    ("builtins", "bytearray"): Builder(
-        _checked(bytearray, bytes, optional=1)
-    ),  # protocol 4 has no opcode for bytearrays
+    ("builtins", "bytearray"): Builder(_checked(bytearray, bytes, optional=1)),  # protocol 4 has no opcode for it
     ("collections", "defaultdict"): Builder(_build_defaultdict, counted=defaultdict),
     ("numpy", "dtype"): Builder(_checked(_numpy_dtype, str)),
     ("builtins", "Ellipsis"): ...,
