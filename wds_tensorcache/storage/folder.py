@@ -111,7 +111,7 @@ class LocalFolder:
                 self.write(name, content)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files in the given order; ignore those that do not exist."""
+        """Delete files in the given order; ignore missing files."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.locate(name))

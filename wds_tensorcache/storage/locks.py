@@ -123,7 +123,7 @@ def find_writer(folder: str) -> str | None:
 
 
 def holder_of(path: str) -> str:
-    """Return "this process" if it holds the lock of a file; otherwise "another process"."""
+    """Return "this process" if this process holds the lock of a file; otherwise "another process"."""
     own = [os.path.realpath(file.path) for file in _OPEN if isinstance(file, Flock) and file.is_locked is not False]
     return "this process" if os.path.realpath(path) in own else "another process"
 

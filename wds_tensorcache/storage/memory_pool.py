@@ -81,7 +81,7 @@ class Pool:
         return Pool, (self.max_idle_nbytes,)
 
 
-# it may run inside the garbage collector, in any thread, so it takes no lock
+# may run inside the garbage collector, in any thread, so it takes no lock
 def _return(arena: mmap.mmap, leases: dict[int, Any], idle: deque[mmap.mmap], _: Any) -> None:
     if leases.pop(id(arena), None) is not None:  # else the pool was closed
         idle.append(arena)

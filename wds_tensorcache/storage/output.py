@@ -56,7 +56,7 @@ class Output:
         self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
         self._filled = 0
-        self._position = 0  # of the file, where the next bytes are written
+        self._position = 0  # offset in the file at which the next bytes are written
         self._is_small = True  # whether all pieces in the stage are small
         self._failure: BaseException | None = None
 
@@ -65,7 +65,7 @@ class Output:
         return open(self.temporary, "xb", buffering=0)
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
-        """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts as soon as this returns.
+        """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts after the call.
 
         Raises:
             OSError: These or earlier bytes could not be written.
@@ -157,7 +157,7 @@ class Output:
         if self._pid != os.getpid():
             return  # a forked child also exits the `with` block that it inherited
         self._close()
-        with contextlib.suppress(OSError):  # renamed, or without a name
+        with contextlib.suppress(OSError):  # the file was renamed, or has no name
             os.remove(self.temporary)
 
     def _close(self) -> None:

@@ -86,7 +86,7 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
     if match is None:
         return "", "", "", url, ""
     scheme, server, path, rest = match.groups()
-    # hf://NAME@REVISION/… has a revision there
+    # in hf://NAME@REVISION/…, a revision follows the `@`
     user, at, host = ("", "", server) if scheme.lower() == "hf" else server.rpartition("@")
     return scheme, user + at, host, *((path, rest) if is_web(url) else (path + rest, ""))
 

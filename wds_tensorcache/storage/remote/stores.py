@@ -37,7 +37,7 @@ _NOT_PERMITTED = "the credentials of this process do not permit this request, or
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist").search  # of S3, Azure and Google
-# S3 gives the first one status 400: no byte of an upload arrived for 20 s
+# S3 gives `RequestTimeout` the status 400: no byte of an upload arrived for 20 s
 _TRANSIENT_CODES = frozenset({"RequestTimeout", "IncompleteBody", "BadDigest"})
 _EXPIRED = "the credentials of this process have expired"
 # by parts of the text of an error without a status: the status, and the problem
