@@ -67,7 +67,7 @@ class _Backend:
 
     @property
     def strategy(self) -> Any:
-        """Where captions come from, for example "filename" or "textfile"; None if the JSON does not tell."""
+        """The source of captions, for example "filename" or "textfile"; None if the JSON does not name it."""
         return self.config.get("caption_strategy")
 
 
