@@ -107,7 +107,7 @@ class Salvage:
                 failed = scanner.end
             except FormatError as exc:
                 reason, kind = exc.reason, exc.kind
-                # the offset of an error in an extended header is that in its content
+                # an error in an extended header has an offset in the header's content
                 is_inner = exc.offset is None or kind in ("extended-header", "sparse")
                 failed = scanner.header_begin if is_inner else exc.offset or 0
             except OSError as exc:

@@ -78,7 +78,7 @@ def repair(
         if not drop and (report.num_lost or report.num_missing or any(map(_has_lost, parts))):
             problem = f"{len(report.faults)} faults, and drop=False (--strict) allows no loss, so nothing was written"
             raise FormatError(f"{problem}; the first fault: {report.faults[0]}")
-        # Hazard: a shard and its copy would repeat keys. The one with the most samples is kept.
+        # Hazard: a shard and its copy would repeat keys. The shard with the most samples is kept.
         by_size = sorted(parts, key=lambda part: (len(part.index.keys), not part.copy_of))
         best = set({part.copy_of or part.path: part.path for part in by_size}.values())
         kept = [part for part in parts if part.path in best and (part.ranges or not _has_lost(part))]

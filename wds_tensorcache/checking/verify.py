@@ -126,7 +126,7 @@ class ShardsToCheck:
         kept, keys, parts = list[Checked](), dict[str, Keys](), list[Report]()
         # if there are fewer shards than threads, the other threads read ahead
         walkers = max(1, min(num_threads, len(paths)))  # no path is left if the manifest lists only missing shards
-        # without a thread that walks over shards, this thread does it; otherwise it only waits, and shows the progress
+        # this thread checks the shards if no other thread does; otherwise it only waits, and shows the progress
         with (
             _threads(num_threads - walkers) as reading,
             _threads(walkers if num_threads > 1 or bar.is_shown else 0) as walking,
@@ -217,8 +217,8 @@ class _Manifest:
         if not self.paths and not report.faults:
             raise FileNotFoundError(f"{path} lists no shards")
 
-    def _fault(self, shard: str, what: str, kind: Kind = "index") -> None:
-        self._report.faults.append(Fault(shard, None, None, what, kind))
+    def _fault(self, shard: str, problem: str, kind: Kind = "index") -> None:
+        self._report.faults.append(Fault(shard, None, None, problem, kind))
 
     def _add(self, located: FoundShard) -> None:
         """Add a listed shard, or report why it cannot be read."""
