@@ -109,7 +109,7 @@ class Survey:
     """Statistics of samples of a cache. Each tensor is read once, in parts of at most 4 MiB.
 
     Args:
-        cache: Cache, or a view of one.
+        cache: Cache, or a view of a cache.
         indices: Indices of the samples to examine, ascending.
         progress: Function that takes the number of examined samples, and of all samples to examine.
         for_page: Also compute colors and usual ranges, and record samples that cannot be read instead of raising an error.
