@@ -118,7 +118,7 @@ class TensorCacheStream(BatchSource):
         return batch
 
     def _tensors_in(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors of a sample by name; raise BatchError if the sample does not match the first one."""
+        """Return the tensors of a sample by name; raise BatchError if the sample does not match the first sample."""
         where, tensors = f"sample {sample.get('__key__')!r:.100} of the stream", tc.flatten(sample.get(self._field))
         lacking = [] if self._field in sample else [f"field {self._field!r}"]
         lacking += [f"tensor {name!r}" for name in self.tensors if name not in tensors]
