@@ -103,9 +103,9 @@ class FormatError(TensorCacheError, ValueError):
         """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
-        known, where = self.where, str(where)  # a concealed url equals no text
-        if known is None or not (known == where or known.startswith(f"{where}: ")):
-            error.where = where if known is None else f"{where}: {known}"
+        place, where = self.where, str(where)  # a concealed url equals no text
+        if place is None or not (place == where or place.startswith(f"{where}: ")):
+            error.where = where if place is None else f"{where}: {place}"
         return error
 
     def __str__(self) -> str:
@@ -198,14 +198,14 @@ NUM_COMPARED = 1000
 _NUM_LISTED, _NUM_CHARS, _MIN_RATIO = 8, 80, 0.5
 
 
-def list_names(known: Collection[object], wanted: object = "", count: int | None = None) -> str:
+def list_names(names: Collection[object], wanted: object = "", count: int | None = None) -> str:
     """Return names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
 
     Names similar to `wanted` come first: those with the same last part of a path, then the most similar ones. Equally similar
     names keep their order. Only the first 1,000 names are considered. At most 8 names are listed, each with at most 80
     characters.
     """
-    texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, NUM_COMPARED)}
+    texts = {str(name)[:_NUM_CHARS]: name for name in islice(names, NUM_COMPARED)}
     matcher, scores = difflib.SequenceMatcher(b=str(wanted)[:_NUM_CHARS]), dict[str, float]()
     last = str(wanted).rpartition("/")[2]
     for text in texts:
@@ -217,11 +217,11 @@ def list_names(known: Collection[object], wanted: object = "", count: int | None
     # not difflib.get_close_matches, which puts the last of equally similar names first
     near = sorted((text for text in scores if scores[text] >= _MIN_RATIO), key=scores.__getitem__, reverse=True)
     listed = list(dict.fromkeys([*near, *texts]))[:_NUM_LISTED]
-    num_more = (len(known) if count is None else count) - len(listed)
+    num_more = (len(names) if count is None else count) - len(listed)
     text = ", ".join(f"{texts[name]!r:.{_NUM_CHARS}}" for name in listed) or "none"
     return f"{text} and {num_more:,} more" if num_more else text
 
 
-def unknown_name(what: str, wanted: object, known: Collection[object]) -> str:
+def unknown_name(noun: str, wanted: object, names: Collection[object]) -> str:
     """Return the message for an unknown name of a tensor, a member, …: `unknown tensor 'laten'; there are 'latent', 'text'`."""
-    return f"unknown {what} {wanted!r:.100}; there are {list_names(known, wanted)}"
+    return f"unknown {noun} {wanted!r:.100}; there are {list_names(names, wanted)}"

@@ -66,8 +66,8 @@ def drop(
     for key in keys:
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
-            made = safe_key(key) if isinstance(key, str) and key else ""
-            hint = f"; pass the key of this name: {made!r:.100}" if old.shards.find(made) else ""
+            safe = safe_key(key) if isinstance(key, str) and key else ""
+            hint = f"; pass the key of this name: {safe!r:.100}" if old.shards.find(safe) else ""
             raise KeyError(f"{old.folder} has no sample {key!r:.100}{hint}")
         changes |= dict.fromkeys(places)
     _write_version(out, old, changes, set(), FinishedShards({}, old.shards.files), None, fsync)
