@@ -69,7 +69,7 @@ Kind = Literal[
     "unreadable",  # the operating system cannot read the bytes
     "duplicate",  # a key or a member name occurs twice
     "missing",  # one of the two members of a cache, or a file that a manifest lists, does not exist
-    "damaged",  # the bytes of a sample differ from those that were written
+    "damaged",  # the bytes of a sample differ from the written bytes
     "lost",  # an index lists a sample that the shard does not contain
     "index",  # an index, `.idx` or manifest that is damaged or does not match the shard
     "unsafe",  # a skeleton that names code outside the format
@@ -201,7 +201,7 @@ _NUM_LISTED, _NUM_CHARS, _MIN_RATIO = 8, 80, 0.5
 def list_names(names: Collection[object], wanted: object = "", count: int | None = None) -> str:
     """Return names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
 
-    Names similar to `wanted` come first: those with the same last part of a path, then the most similar ones. Equally similar
+    Names similar to `wanted` come first: names with the same last part of a path, then the most similar names. Equally similar
     names keep their order. Only the first 1,000 names are considered. At most 8 names are listed, each with at most 80
     characters.
     """

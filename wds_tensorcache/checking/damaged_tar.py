@@ -242,7 +242,7 @@ class _Places:
     def _is_contradicted(self, at: int) -> bool:
         """Return whether the intact header before a member's content belongs to another member."""
         key, suffix, begin, nbytes = self._member_at(at)
-        # a longer name, or one that is not ASCII, is in an extended header, which may be lost
+        # a longer or non-ASCII name is in an extended header, which may be lost
         is_plain = key.isascii() and suffix.isascii() and len(f"{key}.{suffix}") <= _MAX_FIELD_NBYTES
         with contextlib.suppress(OSError):
             is_there = is_plain and begin + nbytes <= self._file.nbytes  # the shard may be cut short

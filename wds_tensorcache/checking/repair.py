@@ -39,7 +39,7 @@ def repair(
     was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that the
     archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has
     lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have the
-    same key, the first intact sample with the most caches is kept. If a copy of another shard, or a part of one, has replaced a
+    same key, the first intact sample with the most caches is kept. If a whole or partial copy of another shard has replaced a
     shard, the copy is left out.
 
     Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The

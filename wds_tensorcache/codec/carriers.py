@@ -23,7 +23,7 @@ class Carrier:
 
     true: torch.dtype | np.dtype[Any]  # the tensors' own dtype
     dtype: np.dtype[Any]  # dtype of the array that carries the tensors' bits
-    inner: tuple[int, ...] = ()  # dimensions of the array after those of the tensor
+    inner: tuple[int, ...] = ()  # dimensions of the array after the tensor's dimensions
 
     def carry(self, value: Any) -> Array:
         """View a tensor on the CPU, or a little-endian array, as its carrier. Memory: aliases `value`."""

@@ -234,7 +234,7 @@ def _interpret(
     check_named(layout, tensors)
     form = layout.form
     form.num_interpreted += 1
-    # Learning takes time: not for the first sample of a form, which may be the only one, and not again and again.
+    # Learning takes time. So it skips the first sample of a form, which may be the only sample, and ends after some attempts.
     if 1 < form.num_interpreted <= MAX_ATTEMPTS:
         form.template = learn(sample, skeleton[begin:])
     return sample, tensors

@@ -38,7 +38,7 @@ _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer sampl
 _MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # this many samples or bytes are worth several shards
 _NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
-_LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this one waits for the disk
+_LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this worker waits for the disk
 _POLL_S = 0.1
 
 

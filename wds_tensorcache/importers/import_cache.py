@@ -63,8 +63,8 @@ def import_cache(
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
         num_workers: Number of processes that read and convert files; each process writes whole shards. Threads replace the
-            processes for few samples, if `out` is a url, and where a fork is not safe: on systems other than Linux, and in a
-            process with several threads or with CUDA.
+            processes for few samples, if `out` is a url, and where a fork is not safe: outside Linux, with several threads,
+            or with CUDA.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
         max_samples: Maximum number of samples in a shard. An import of at least 128 samples or 64 MiB gets a multiple of four
             shards with about equal numbers of samples, so that all workers have work.

@@ -208,7 +208,7 @@ class Survey:
         return self._colors.get(key) or fit_colors([loaded], key[2])
 
     def _find_usual(self) -> tuple[dict[tuple[str, str], tuple[float, float]], set[str]]:
-        """Return the usual range of each property by tensor and property, and the names of tensors that are often constant."""
+        """Return the usual ranges by tensor and property, and the names of tensors that are often constant."""
         usual: dict[tuple[str, str], tuple[float, float]] = {}
         constant: set[str] = set()
         for name in self.positions if self.samples else ():

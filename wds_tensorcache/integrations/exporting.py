@@ -131,7 +131,7 @@ def _check_hidden(cache: Cache) -> None:
 
 def _identify(cache: Cache, kind: str) -> str:
     """Return a hash of the boot, the kind, the fingerprint, and the key, shapes, stored name and digest of each sample."""
-    # Hazard: after a power cut, finished files may be empty; a new boot begins anew
+    # Hazard: after a power cut, finished files may be empty; after a new boot, an export begins again
     digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):
         sample = [entry.key, sorted(entry.shapes.items()), cache._stored_name(i)]

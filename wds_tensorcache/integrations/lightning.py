@@ -22,9 +22,9 @@ except ImportError as exc:
 class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
     """A callback that resumes each `tc.Loader` and `tc.torch_loader` exactly when Lightning loads a checkpoint.
 
-    Without the callback, Lightning forgets the loaders' states if `configure_optimizers` uses
-    `trainer.estimated_stepping_batches`, counts an epoch that `max_steps` has stopped as finished, and expects batches of the
-    same size as before. Checkpoints that were saved without it resume, too.
+    Without the callback, Lightning counts an epoch that `max_steps` has stopped as finished, and expects batches of the same
+    size as before. It also forgets the loaders' states if `configure_optimizers` uses `trainer.estimated_stepping_batches`.
+    Checkpoints that were saved without it resume, too.
 
     Raises (when training starts):
         ValueError: A state belongs to a loader with other samples or settings, or to another number of loaders.

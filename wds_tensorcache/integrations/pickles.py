@@ -391,7 +391,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
 def _set_byte_order(dtype: np.dtype[Any], version: int, order: str, *rest: Any) -> None:
     if order not in ("<", ">", "|", "=") or rest[:3] != (None,) * 3:
         raise UnsafeSkeletonError(f"the dtype {dtype} has fields, or an unknown byte order")
-    # Hazard: numpy trusts the sizes in a state, so those in the file are not used.
+    # Hazard: numpy trusts the sizes in a state, so the sizes in the file are not used.
     sizes = (dtype.itemsize, dtype.alignment) if dtype.kind in "SU" else (-1, -1)
     dtype.__setstate__((3, order, None, None, None, *sizes, 0))  # type: ignore[attr-defined]
 

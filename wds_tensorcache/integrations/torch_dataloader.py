@@ -199,7 +199,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         self._is_prepared = value
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_iterator": None}  # which owns the persistent workers
+        return super().__getstate__() | {"_iterator": None}  # it owns the persistent workers
 
     def __iter__(self) -> Any:
         return self._begin(with_info=False)

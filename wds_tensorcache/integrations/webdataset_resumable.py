@@ -77,11 +77,12 @@ class ResumablePipeline(IterableDataset[Any]):
         batch_size: Number of items of the last stage in a batch; None yields single items. Pass `batch_size=None` to the
             `DataLoader`, which would otherwise batch these batches. Without `steps`, the last batch of each worker may be
             smaller.
-        steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` takes the full batches of
-            the rank with the fewest samples in epoch 0, `"longest"` as many batches as the rank with the most samples fills
-            or begins; a manifest must list the samples. The workers of a rank share its steps. A worker with too few samples
-            passes its shards to the stages again. A worker with more samples leaves out the rest of the epoch, and `DataLoader`
-            workers without shards have no steps. Each worker warns once that samples are repeated or left out.
+        steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` is the number of full
+            batches of the rank with the fewest samples in epoch 0. `"longest"` is the number of batches that the rank with the
+            most samples fills or begins. For both, a manifest must list the samples. The workers of a rank share its steps. A
+            worker with too few samples passes its shards to the stages again. A worker with more samples leaves out the rest of
+            the epoch, and `DataLoader` workers without shards have no steps. Each worker warns once that samples are repeated
+            or left out.
         collate: Function of a list of items that returns a batch.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.

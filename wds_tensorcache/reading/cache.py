@@ -193,9 +193,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
         Patterns have the syntax of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has
-        all selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. They, and None in
-        their places, are removed from dicts; in lists, tuples and deques, None replaces them. Small values keep their places in
-        samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
+        all selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. Dicts lose these
+        tensors, and None in their places; in lists, tuples and deques, None replaces a tensor. Small values keep their places
+        in samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -249,11 +249,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 alternatives. Only the chosen tensor is read, and appears in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`. Alternatives may be values,
                 for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
-                chosen together: `{("text", "caption"): ("texts.*", "captions.*")}` pairs `texts.a` and `captions.a`, by what
-                `*` matches. In a joined cache, names that are chosen together, and all their alternatives, must be in one of
-                its caches. A dict gives weights, by which loaders choose: `{"text": {"captions.0": 2, "captions.*": 1}}`. The
-                weight of a pattern counts for each name that it matches. A name has the sum of the weights of all entries
-                that match it. Entries of a list have the weight 1.
+                chosen together: `{("text", "caption"): ("texts.*", "captions.*")}` pairs `texts.a` and `captions.a`, by the
+                text that `*` matches. In a joined cache, names that are chosen together, and all their alternatives, must be in
+                one of its caches. A dict gives weights, by which loaders choose: `{"text": {"captions.0": 2, "captions.*":
+                1}}`. The weight of a pattern counts for each name that it matches. A name has the sum of the weights of all
+                entries that match it. Entries of a list have the weight 1.
             choices: Index of the chosen alternative among the alternatives of each sample, integers `[B]`, by name in `choose`;
                 0 by default.
 

@@ -8,7 +8,7 @@ from wds_tensorcache.errors import FormatError
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
-# The objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack up
+# The objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), objects of JSON and MessagePack up
 # to 70, and gzip packs 1,000 of these bytes into one. So compressed members have lower limits: the option divided by the first
 # number, or the compressed bytes times the second.
 _PICKLE, _JSON = (64, 8), (8, _MAX_RATIO)

@@ -34,8 +34,8 @@ class RemoteIndexes:
     def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
         """Return the index of a shard; None if only a scan of the whole shard would give it, and `may_scan` is False.
 
-        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines how many
-        bytes are requested.
+        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines the
+        number of requested bytes.
 
         Raises:
             MissingShardError: The shard does not exist.

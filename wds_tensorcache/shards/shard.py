@@ -319,7 +319,7 @@ class Shard:
         # lengths and digests of the tensors, as preambles store them
         bound = np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).tobytes()
         skeletons, bodies = [], []
-        # One slice or read per sample. `skeleton` checks preambles that differ from those of our writer.
+        # One slice or read per sample. `skeleton` checks preambles that differ from our writer's preambles.
         for i, skeleton in enumerate(fetched):
             body = PREAMBLE_NBYTES
             if not is_preamble(skeleton, bound[16 * i : 16 * i + 16]):

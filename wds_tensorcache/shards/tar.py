@@ -191,7 +191,7 @@ def _refuse_other_file(head: bytes) -> None:
 
 def unpack_remedy(compression: str, tars: str, source: str) -> str:
     """Return the remedy for compressed tars; `source` is their path or pattern in a Python call."""
-    # streams expand what Python's own modules can expand
+    # streams expand the formats that Python's own modules can expand
     source = source if compression in ("gzip", "bzip2", "xz") else f"['pipe:{compression} -dc PATH', …]"
     return f"unpack {tars} with `{_UNPACKERS[compression]}`, or read {tars} as a stream: tc.ResumablePipeline({source})"
 
@@ -389,8 +389,8 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
 
-    The file has `nbytes` bytes. Extended headers before the member's own header may change its name, and it is unknown how many
-    there are. So the function tries every possible first header.
+    The file has `nbytes` bytes. Extended headers before the member's own header may change its name, and their number is
+    unknown. So the function tries every possible first header.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         first, headers = begin - blocks * BLOCK, Headers(read, nbytes)

@@ -239,8 +239,8 @@ class SharedDataset(Cache[Any]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, like `Cache.select`.
 
-        Names are known only for loaded samples. So a pattern that matches no known name is an error only if all samples of this
-        view are in shared memory. No sample is loaded.
+        Names are known only for loaded samples. So a pattern that matches no known name raises KeyError only if all samples of
+        this view are in shared memory. No sample is loaded.
 
         Cost: if all samples are in shared memory, parses samples until each pattern has matched.
         """

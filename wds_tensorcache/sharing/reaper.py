@@ -44,7 +44,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
             remove_folder(folder)
     finally:
         if fd >= 0:
-            # closing is not enough while a child, forked meanwhile by another thread, has the file open
+            # closing is not enough while a child that another thread has just forked has the file open
             _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
             os.close(fd)
     return True
@@ -94,7 +94,7 @@ def start_reaper(folder: str) -> Iterator[None]:
             )
         yield
     finally:
-        # Closing the pipe is not enough while a child, forked meanwhile by another thread, has it open.
+        # Closing the pipe is not enough while a child that another thread has just forked has it open.
         os.write(opened, b"\n")
         os.close(opened)
         os.close(gate)

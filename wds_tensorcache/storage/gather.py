@@ -50,7 +50,7 @@ _NUM_PROBES = 4
 _NUM_LOOKS = 8
 _LOOK_S = 0.004
 _SHORT_S = 1.0
-_next_look = _short_until = 0.0  # by `monotonic`; memory counts as short until the latter
+_next_look = _short_until = 0.0  # by `monotonic`; memory counts as short until `_short_until`
 _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12
@@ -77,7 +77,7 @@ class Ranges:
     file: Array  # number of the file of each sample, `[B]`
     begin: Array  # offset in the file of each tensor of each sample, `[T, B]`
     nbytes: Array  # length of each tensor of each sample, `[T, B]`
-    target: Array  # offset in memory of each tensor of each sample, `[T, B]`; those of a tensor ascend
+    target: Array  # offset in memory of each tensor of each sample, `[T, B]`; ascending for a tensor
 
     def select(self, samples: Array | slice) -> Ranges:
         return Ranges(self.file[samples], *(part[:, samples] for part in (self.begin, self.nbytes, self.target)))

@@ -117,7 +117,7 @@ def is_being_written(folder: str) -> bool:
 
 
 def find_writer(folder: str) -> str | None:
-    """Return "this process" or "another process", whichever is writing in a folder; None if `is_being_written` is False."""
+    """Return the writer in a folder, "this process" or "another process"; None if `is_being_written` is False."""
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if _LOCK(name)]
     return next((holder_of(path) for path in paths if is_held(path)), None)
 

@@ -67,7 +67,7 @@ class Pool:
         """Return `nbytes` or more bytes of idle arenas to the system, if possible, but no arenas of length `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
-                with contextlib.suppress(IndexError):  # another thread has taken the last one
+                with contextlib.suppress(IndexError):  # another thread has taken the last arena
                     arenas.popleft()
                 nbytes -= size
 

@@ -18,7 +18,7 @@ from wds_tensorcache.storage.threads import Threads
 
 _STAGE_NBYTES = 1 << 22  # a stage is recycled memory that collects pieces
 _large_nbytes = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
-# The parts of a piece below this size are joined first: one more copy takes less time than many short ones.
+# The parts of a piece below this size are joined first: one more copy takes less time than many short copies.
 _SMALL_NBYTES = 1 << 14
 _MAX_STAGES = 2  # the most stages that are being written while the caller fills another
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))

@@ -184,7 +184,7 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such tensor.
-        TypeError: It is not a tensor of floating-point numbers.
+        TypeError: The value is not a tensor of floating-point numbers.
         ValueError: The number of channels is odd, or the shapes of means and deviations differ; or a row has means, but no
             deviations.
 

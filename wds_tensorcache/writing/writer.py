@@ -51,7 +51,7 @@ from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over
 
-MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
+MAX_SAMPLES = 4096  # limits the work that an interrupted build repeats; a lower limit makes too many small files
 _MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next shard is written
 # the last sample and the index may make a shard longer, and stores accept 5 GB in one request
 _MAX_REMOTE_NBYTES = 4 << 30
@@ -147,8 +147,8 @@ class ShardWriter:
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         RemoteError: A request to an object store failed, or the store has no conditional writes.
         ImportError: The url needs a package that is not installed.
-        ValueError: The pattern has more than one number, or is a url that cannot be written. Options exclude each other, or
-            `max_nbytes` or `footer` does not suit a url.
+        TypeError, ValueError: The pattern has more than one number, or is a url that cannot be written. An option has a wrong
+            type or value, options exclude each other, or `max_nbytes` or `footer` does not suit a url.
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
         shard never replaces another shard. A second writer of the same pattern is refused while the first writer is open and

@@ -350,7 +350,7 @@ class Family:
     """Samples whose outermost containers have the same type, and the same keys or the same length."""
 
     template: Template | None = None  # of an earlier sample
-    num_misses: int = 0  # samples since the last one that matched the template
+    num_misses: int = 0  # samples since the last match of the template
 
     def miss(self, sample: Any, body: bytes) -> None:
         """Count a sample that did not match the template.

@@ -110,7 +110,7 @@ def _open(folder: SourceFolder) -> Source:
                 }
         except FormatError as exc:
             bad[name] = str(exc)
-            samples.pop(key, None)  # it may lack members
+            samples.pop(key, None)  # the sample may lack members
         tar_samples += [(file, name, key, members) for key, members in samples.items()]
     doubles = [key for key, count in Counter(key for _, _, key, _ in tar_samples).items() if count > 1]
     notes = _note_stems([(key, members) for _, _, key, members in tar_samples])

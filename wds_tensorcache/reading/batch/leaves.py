@@ -23,11 +23,11 @@ class Leaves:
 
     Torch functions and operators treat it as the tensor `torch.tensor(leaves.tolist())`, on the device of the first tensor
     among their arguments. Bools become `torch.bool` and ints int64. Floats, and floats mixed with ints, become torch's default
-    dtype (float32). Every use makes a new tensor. `==` and `!=` compare it with a list as lists do. They compare it with a
+    dtype (float32). Every use makes a new tensor. `==` and `!=` compare the values with a list as lists do, and with a
     tensor, an array or a number element by element.
 
     It is not registered as a `Sequence`, and has no method `to`. To move a batch to a device, trainers rebuild every sequence
-    from its items, and call every method `to`. Either would decode all values.
+    from its items, and call every method `to`. Both would decode all values.
 
     Raises (on first use):
         BatchError: A sample's structure differs from the structure of the first sample. Or a torch function receives values

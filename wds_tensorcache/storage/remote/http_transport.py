@@ -49,7 +49,7 @@ class _Head(HTTPResponse):
 
     def begin(self) -> None:
         super().begin()
-        while 102 <= self.status < 200:  # otherwise the next request would get the response to this one
+        while 102 <= self.status < 200:  # otherwise the next request would get the response to this request
             self.headers: Any = None  # so that `begin` reads another head
             super().begin()
         is_cut = self.status in _NEED_HEADERS and self.length != 0 and not self.fp.peek(1)

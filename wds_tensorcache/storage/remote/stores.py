@@ -122,7 +122,7 @@ class StoreClient:
             raise ImportError(f"{need}: pip install 'wds-tensorcache[remote]'") from missing
         _pid = os.getpid()
         make = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self.scheme]
-        # client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
+        # client_options= would replace the options in the environment, such as AWS_ALLOW_HTTP.
         config = {
             "timeout": f"{limit_s:.0f}s",
             "connect_timeout": f"{min(_CONNECT_S, limit_s):.0f}s",
