@@ -103,7 +103,7 @@ class FormatError(TensorCacheError, ValueError):
         """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
-        place, where = self.where, str(where)  # a concealed url equals no text
+        place, where = self.where, str(where)  # a concealed url equals no plain text
         if place is None or not (place == where or place.startswith(f"{where}: ")):
             error.where = where if place is None else f"{where}: {place}"
         return error

@@ -32,10 +32,7 @@ def max_expanded(stored_nbytes: int, max_expanded_nbytes: int = MAX_EXPANDED_NBY
 
 
 def check_objects(name: str, nbytes: int, stored_nbytes: int, max_expanded_nbytes: int, functions: str) -> None:
-    """Raise FormatError if a member is too long for the number of its compressed bytes.
-
-    Members that become objects have lower limits.
-    """
+    """Raise FormatError if a member is too long for its compressed bytes; members that become objects have lower limits."""
     extension = name.rpartition(".")[2].lower()
     share, ratio = _OBJECTS.get(extension, (1, _MAX_RATIO))
     limit = max(max_expanded_nbytes // share, ratio * stored_nbytes)

@@ -243,10 +243,7 @@ class ShardIndex:
         return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Origins | None:
-        """Return the origins of the samples with these keys, in this order.
-
-        The origin of a key that the index does not contain is unknown.
-        """
+        """Return the origins of the samples with these keys, in this order; unknown for keys that are not in the index."""
         if self.origins is None:
             return None
         rows = {key: row for row, key in enumerate(self.keys)}

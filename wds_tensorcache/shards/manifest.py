@@ -47,10 +47,7 @@ class ShardEntry:
     fingerprint: Mapping[str, Any] | None = None
 
     def is_listed(self, listed: ShardEntry | None) -> bool:
-        """Return whether `listed`, the entry in a manifest, equals this entry except for the digest.
-
-        Earlier writers listed no digests.
-        """
+        """Return whether `listed`, the entry in a manifest, equals this entry except for the digest, which old writers omit."""
         return listed is not None and replace(listed, digest=self.digest) == self
 
 

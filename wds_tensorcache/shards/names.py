@@ -213,10 +213,7 @@ def is_cache_name(name: str) -> bool:
 
 
 def cache_of_field(field: str) -> str | None:
-    """Return the name of the cache in a field `NAME.tensorcache`, and "" for `tensorcache`; None for other fields.
-
-    The name is not checked.
-    """
+    """Return the unchecked name of the cache in a field `NAME.tensorcache`; "" for `tensorcache`, None for other fields."""
     if field == FIELD:
         return ""
     return field[: -len(FIELD) - 1] if field.endswith("." + FIELD) else None

@@ -287,10 +287,7 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def find_members(self, rows: Array, suffix: str) -> Array:
-        """Return the position of each sample's member among the members with this suffix.
-
-        The position is -1 for a sample without such a member.
-        """
+        """Return the position of each sample's member among the members with this suffix; -1 if the sample lacks it."""
         members = self.index.members.get(suffix)
         samples = rows if self.columns.rows is None else self.columns.rows[rows]
         return np.full(len(rows), -1) if members is None else members.find(samples)

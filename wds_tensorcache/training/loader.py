@@ -126,7 +126,7 @@ class BaseLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch; after `load_state_dict`, or with `on_early_exit="continue"`, continue after the last batch.
 
-        The current iteration ends.
+        An earlier iteration ends.
         """
         return self._begin(with_info=False)
 
@@ -404,7 +404,6 @@ class Loader(BaseLoader):
         wait(self._jobs)
 
     def close(self) -> None:
-        """End the iteration and its threads. The position is kept, and the caches stay open."""
         self._current = None  # before reading fails in another thread
         pool, self._pool = self._pool, None
         if pool is not None:

@@ -327,10 +327,7 @@ def _not_sent(number: int, exc: Exception) -> TypeError:
 
 @contextlib.contextmanager
 def add_note_of(describe: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an exception that the `with` block raises.
-
-    The message of an InvalidKeyError already names the item, so it gets no note.
-    """
+    """Add a note to an exception of the `with` block, except to an InvalidKeyError, whose message already names the item."""
     try:
         yield
     except InvalidKeyError:
