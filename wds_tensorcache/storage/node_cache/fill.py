@@ -114,7 +114,7 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
 
 
 def _wait(busy: Sequence[Wanted]) -> None:
-    """Wait until every process that fetches one of the blocks has stored it, or has failed."""
+    """Wait until each of the blocks was stored, or the process that fetches the block has failed."""
     for entry in busy:
         locks = _open_locks(entry)
         if locks is None:
