@@ -52,8 +52,7 @@ class Report:
         num_unverified: Number of samples from other writers that lack a digest of the skeleton or the tensors. Damage to these
             bytes goes unnoticed.
         num_unread: Number of samples whose skeletons need a class that is not in `allow=`; only their digests were compared.
-        needs: Names of the classes that these skeletons need. A name is of your own class, or of an attack. Nothing was
-            executed.
+        needs: Names of the classes that these skeletons need: your own classes, or an attack. Nothing was executed.
         nbytes: Length of the shards in bytes.
     """
 

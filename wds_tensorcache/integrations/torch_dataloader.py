@@ -166,8 +166,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     _is_prepared = False  # by accelerate
 
     def __init__(self, dataset: StepDataset, *, batch_sampler: Any = None, **options: Any) -> None:
-        """Make a `torch.utils.data.DataLoader` over steps. Trainers call the class to re-create the loader with their own
-        options.
+        """Make a `DataLoader` over steps. Trainers call the class to re-create the loader with their own options.
 
         Raises:
             TypeError: `dataset` is not a `StepDataset`.
@@ -184,8 +183,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             # obstore does not work in a child that was forked after its first use
             options["multiprocessing_context"] = options.get("multiprocessing_context") or "forkserver"
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
-        # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these
-        # attributes.
+        # Lightning and accelerate would distribute the steps of this rank among all ranks again without these attributes.
         vars(self)["sampler"] = self._sampler  # a DistributedSampler
 
     @property

@@ -192,9 +192,8 @@ class _Difference:
     def __init__(self, other: Any, wanted: Wanted | None) -> None:
         self._other, self._wanted = other, wanted
         self._holds = Holding()
-        self._met: dict[
-            int, tuple[Any, Path]
-        ] = {}  # id of a container in `first` -> container in `other`, and its path
+        # id of a container in `first` -> the container in `other`, and its path
+        self._met: dict[int, tuple[Any, Path]] = {}
 
     def _kind(self, value: Any) -> Any:
         """Return the name of a wanted tensor, "" for any other tensor, the type of a copied container, or else None."""

@@ -22,8 +22,10 @@ class EpochOrder:
     results out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the finalizer
     of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
 
-    Raises: ValueError: `count` is negative.  Memory: none per sample. Up to 2^24 samples, tables of the round function take at
-        most 8 MB for all orders of a process.
+    Raises:
+        ValueError: `count` is negative.
+
+    Memory: none per sample. Up to 2^24 samples, tables of the round function take at most 8 MB for all orders of a process.
     Threads/fork/pickle: immutable, safe everywhere; the same order on every machine and in every release.
     """
 

@@ -100,8 +100,7 @@ class Leaves:
             raise BatchError(
                 f"the values at {place!r}, such as {shown(values[0])}, do not form a tensor ({exc}); use .tolist()"
             ) from exc
-        # A blocking transfer would wait for all work of the GPU. With `non_blocking`, torch copies pageable memory before it
-        # returns.
+        # A blocking transfer would wait for all work of the GPU. With `non_blocking`, torch first copies pageable memory.
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
     @classmethod
