@@ -251,9 +251,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
                 chosen together: `{("text", "caption"): ("texts.*", "captions.*")}` pairs `texts.a` and `captions.a`, by the
                 text that `*` matches. In a joined cache, names that are chosen together, and all their alternatives, must be in
-                one of its caches. A dict gives weights, by which loaders choose: `{"text": {"captions.0": 2, "captions.*":
-                1}}`. The weight of a pattern counts for each name that it matches. A name has the sum of the weights of all
-                entries that match it. Entries of a list have the weight 1.
+                one of its caches. A dict gives weights, by which loaders choose:
+                `{"text": {"captions.0": 2, "captions.*": 1}}`. The weight of a pattern counts for each name that it matches. A
+                name has the sum of the weights of all entries that match it. Entries of a list have the weight 1.
             choices: Index of the chosen alternative among the alternatives of each sample, integers `[B]`, by name in `choose`;
                 0 by default.
 

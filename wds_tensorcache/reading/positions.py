@@ -111,7 +111,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
     if isinstance(indices, torch.Tensor):
         indices = indices.numpy(force=True)
     indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
-    numbers = np.array(indices)  # a copy: values are decoded later, and the caller may change the array before
+    numbers = np.array(indices)  # a copy: the caller may change the array before values are decoded
     if numbers.dtype.kind in "UO":
         indices = [find(index) if isinstance(index, str) else index for index in indices]
         numbers = np.asarray(indices)

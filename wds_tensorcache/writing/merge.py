@@ -78,7 +78,8 @@ def merge(
     """Write the samples of several caches into one new cache, one cache after the other; see `reshard`.
 
     Args:
-        sources: Caches, as in `tc.open`. out, max_samples, max_nbytes, dali_index, fsync, progress: As in `reshard`.
+        sources: Caches, as in `tc.open`.
+        out, max_samples, max_nbytes, dali_index, fsync, progress: As in `reshard`.
         prefixes: Prefix of the keys of each cache, such as `"photos/"`; by default none. Members of a cache with a prefix get
             new tar headers. Its tar entries that belong to no sample, such as folders, are left out.
         mixed: Merge caches even if their fingerprints differ. All samples of a shard still have one fingerprint. Fingerprints

@@ -128,7 +128,7 @@ class ShardWriter:
             `build` with this pattern. If you write all samples again with the same options, the shards equal the shards
             of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
             `tc.verify` finds it.
-        fsync: Wait until a shard is on disk before it gets its final name. It has no effect for a url.
+        fsync: Wait until a shard is on disk before it gets its final name. Ignored for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values. It is stored in
             footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
