@@ -248,7 +248,7 @@ class _Manifest:
         return 0 if entry is None else entry.num_samples
 
     def check(self, checked: Checked) -> None:
-        """Report differences between manifest and shard. If the shard has no fingerprint, set the manifest's."""
+        """Report differences between manifest and shard. A shard without a fingerprint gets the manifest's fingerprint."""
         entry = self._entries.get(os.path.abspath(checked.path))
         if checked.path not in self.paths:
             return
@@ -293,7 +293,7 @@ class _Manifest:
             self._report_copy(checked, entry, original, "")
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards without their listed index whose intact members are those of another shard, byte for byte."""
+        """Report shards without their listed index whose intact members equal the members of another shard, byte for byte."""
         if not self._unlike or not repeated:
             return
         listed = [path for path in self.paths if path in keys and path not in self._unlike]

@@ -315,7 +315,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         collate: str | Pad | Mapping[str, str | Pad] = "stack",
         pad_value: PadValue = 0,
     ) -> dict[str, Any]:
-        """Return the tensors of a batch by name, without its other values. Arguments and errors are those of `read_batch`.
+        """Return the tensors of a batch by name, without its other values. Arguments and errors are as for `read_batch`.
 
         Args:
             collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and

@@ -95,7 +95,7 @@ def gather(
     Args:
         files: The files, by their numbers in `ranges`.
         num_threads: Maximum number of threads that copy, including the caller's thread.
-        executor: Function that returns the executor for all threads but the caller's.
+        executor: Function that returns the executor for all threads but the caller's thread.
 
     Raises:
         FormatError: A file is too short, or it has changed since it was opened.

@@ -185,7 +185,7 @@ def join_url(folder: str, name: str) -> str:
 
 
 def name_of(url: str) -> str:
-    """Return the last part of an object's name, percent-decoded if the url is a web server's."""
+    """Return the last part of an object's name, percent-decoded if the url names a web server."""
     if not is_web(url):
         return url.rpartition("/")[2]
     return unquote(_split(url)[3].rpartition("/")[2])

@@ -17,7 +17,7 @@ caption contains the tensors of all text encoders:
      "text": [{"clip_embed": …, "t5_embed": …}]}
 
 The items are joined by `image_spec`, the media file. The name of a sample is the folder of its size, and the path of the media
-file relative to the folder that contains all of them.
+file relative to the folder that contains all media files.
 
 The sample `uncond` of a model has only `text`. Leave it out of training, and choose one of several captions:
 
