@@ -90,7 +90,6 @@ class Checked:
     copy_of: str | None = None
 
     def fault(self, key: str | None, offset: int | None, problem: str, kind: Kind) -> None:
-        """Add a fault."""
         self.report.faults.append(Fault(self.path, key, offset, problem, kind))
 
 

@@ -94,7 +94,6 @@ class Table:
         return entry >> _OFFSET_BITS, (entry & (1 << _OFFSET_BITS) - 1) * ALIGN
 
     def segments(self) -> list[Segment]:
-        """Return all segments."""
         slots = np.array(self._slots, np.uint64).reshape(_MAX_SEGMENTS, _WIDTH)[: self._head[0]]
         if self._head[0] > _MAX_SEGMENTS or (slots > MAX_SEGMENT_NBYTES).any():
             raise self._damaged("the table has impossible numbers")

@@ -216,7 +216,6 @@ class Request:
             self.warn(problem)
 
     def warn(self, problem: str) -> None:
-        """Log a warning."""
         _log.warning("%s", self.error(problem))
 
 
