@@ -78,13 +78,13 @@ def tensorcache(
             options.setdefault("pin_memory", device == "gpu" and not parallel)
             source = TensorCacheSource(cache, tensors, members, **options)
     source.use_float(as_float)
-    depth = pipeline.prefetch_queue_depth  # an int, or one for each of DALI's stages
+    depth = pipeline.prefetch_queue_depth  # an int, or an int for each of DALI's stages
     source.keep_at_least(4 + (max(depth.values()) if isinstance(depth, dict) else depth))
     layouts = dict(layouts or {})
     match_names(layouts, source.tensors, "tensor of this source")
     if parallel and isinstance(source, TensorCacheStream):
         raise ValueError("parallel=True needs a cache, because only one process can read a stream")
-    pipeline.tensorcache_source = source  # TensorCacheIterator looks for it there
+    pipeline.tensorcache_source = source  # TensorCacheIterator looks for the source there
     if isinstance(source, TensorCacheSource):
         if parallel:
             source.read_on_request()

@@ -13,7 +13,7 @@ import torch
 from dali_plugin.source import NUMBER
 from dali_plugin.tensors import as_torch
 
-_SIMILAR = 0.8  # as difflib measures it: one wrong letter in a name of five
+_SIMILAR = 0.8  # by difflib's measure: one wrong letter in a name of five
 
 
 class TensorCacheIterator:

@@ -34,7 +34,7 @@ class BatchSource:
     members: list[str]
     batch_size: int
     num_batches: int | None = None  # batches of an epoch; None for a stream
-    num_surplus: int | None = None  # batches that DALI returns after them; None if StopIteration ends an epoch
+    num_surplus: int | None = None  # batches that DALI returns after an epoch; None if StopIteration ends it
     schema: dict[str, Carrier]  # the tensors as they leave a pipeline
     as_float: tuple[str, ...] = ()  # tensors that `fn.tensorcache` converts to float32
     settings: dict[str, Any] | None = None  # a checkpoint fits if these are equal; None if there can be no checkpoint
@@ -300,7 +300,7 @@ class TensorCacheSource(BatchSource):
     def _read_next(self, epoch: int, iteration: int) -> Any:
         """Return a batch, and let threads read the next batches of the epoch. A request for another batch discards them."""
         if self._pid != os.getpid():
-            # Hazard: a forked child must not use what its parent's threads may have locked.
+            # Hazard: a forked child must not wait for locks that its parent's threads may hold.
             self._pool, self._jobs = ThreadPoolExecutor(self._num_threads, "tensorcache-dali"), {}
             self._pid = os.getpid()
         assert self._pool is not None
@@ -313,7 +313,7 @@ class TensorCacheSource(BatchSource):
         return self._jobs.pop((epoch, iteration)).result()
 
     def _read_for_dali(self, cache: Any, epoch: int, iteration: int) -> Any:
-        # DALI takes page-locked memory for that of the current GPU, which is the first one in a new thread
+        # DALI assumes that page-locked memory belongs to the current GPU, which is GPU 0 in a new thread
         with torch.cuda.device(self.device_id) if self._is_pinned else nullcontext():
             return self._read(cache, epoch, iteration, self.layouts)
 

@@ -22,7 +22,7 @@ _REMEDY = "drop such samples, for example with wds.select, or name only tensors=
 class TensorCacheStream(BatchSource):
     """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
 
-    This class neither shuffles samples nor splits them among ranks: the stream that you pass must do so. Each epoch iterates
+    This class neither shuffles samples nor splits them among ranks: the stream that you pass must do both. Each epoch iterates
     over the stream again, from its start: an epoch cannot be resumed in the middle.
 
     Args:
@@ -38,7 +38,7 @@ class TensorCacheStream(BatchSource):
         KeyError: The first sample has no such tensor or member.
         ValueError: The stream has no samples, cannot be iterated over again, or has no lazy tensors in `field`.
         BatchError (when a batch is requested or nested): A sample lacks `field`, a tensor or a member, or its dtypes differ
-            from the first sample's. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor
+            from the first sample. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor
             that the first sample lacks.
     """
 
@@ -118,7 +118,7 @@ class TensorCacheStream(BatchSource):
         return batch
 
     def _tensors_in(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors of a sample by name; raise BatchError if the sample does not match the first one."""
+        """Return the tensors of a sample by name; raise BatchError if the sample does not match the first sample."""
         where, tensors = f"sample {sample.get('__key__')!r:.100} of the stream", tc.flatten(sample.get(self._field))
         lacking = [] if self._field in sample else [f"field {self._field!r}"]
         lacking += [f"tensor {name!r}" for name in self.tensors if name not in tensors]

@@ -132,18 +132,18 @@ def as_value(value: Any) -> Any:
     return value.torch() if is_dense else [one.torch() for one in value]
 
 
-def match_names(names: Iterable[str] | str, known: Iterable[str], kind: str) -> list[str]:
-    """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches in `known`.
+def match_names(names: Iterable[str] | str, available: Iterable[str], kind: str) -> list[str]:
+    """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches in `available`.
 
     Raises:
-        KeyError: A name or pattern matches none of `known`; the message calls the names `kind`.
+        KeyError: A name or pattern matches none of `available`; the message calls the names `kind`.
         ValueError: A name occurs twice in the list.
     """
-    known, matched = list(known), list[str]()
+    available, matched = list(available), list[str]()
     for name in [names] if isinstance(names, str) else names:
-        matches = [name] if name in known else fnmatch.filter(known, name)
+        matches = [name] if name in available else fnmatch.filter(available, name)
         if not matches:
-            raise KeyError(unknown_name(kind, name, known))
+            raise KeyError(unknown_name(kind, name, available))
         matched += matches
     if len(set(matched)) < len(matched):
         raise ValueError(f"{kind}: a name occurs twice in {matched}")

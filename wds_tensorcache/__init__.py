@@ -4,14 +4,14 @@ Types of results, such as `LoaderStats`, are public in the modules that define t
 Functions for Ray Data are in `wds_tensorcache.ray`.
 """
 
-# It cannot be imported after the main thread has ended, when other threads may still import modules of this package.
+# Other threads may import modules of this package after the main thread has ended, when this module cannot be imported.
 import concurrent.futures.thread as _  # noqa: F401
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
 __version__ = "0.1.0"
 
-# The public names by their modules, which are imported on first use: importing torch takes more than a second, during which
+# Module -> its public names. Modules are imported on first use: importing torch takes more than a second, during which
 # `tensorcache --help` would not answer. Type checkers read `__init__.pyi`. Types of results are public where they are defined.
 _NAMES = {
     "checking.repair": "repair",

@@ -34,9 +34,9 @@ def check_options(
 
     Args:
         call: Class or function that the user called.
-        passed: Names of the options in its `**options`.
-        accepted: Names of the options that it accepts there.
-        remedies: What to do in place of passing an option that other libraries have, by its name.
+        passed: Names of the options in the call's `**options`.
+        accepted: Names of the options that `call` accepts there.
+        remedies: Remedies for options that only other libraries have, by the option's name.
     """
     accepted = list(accepted)
     for name in passed:

@@ -69,7 +69,7 @@ Kind = Literal[
     "unreadable",  # the operating system cannot read the bytes
     "duplicate",  # a key or a member name occurs twice
     "missing",  # one of the two members of a cache, or a file that a manifest lists, does not exist
-    "damaged",  # the bytes of a sample differ from those that were written
+    "damaged",  # the bytes of a sample differ from the written bytes
     "lost",  # an index lists a sample that the shard does not contain
     "index",  # an index, `.idx` or manifest that is damaged or does not match the shard
     "unsafe",  # a skeleton that names code outside the format
@@ -103,9 +103,9 @@ class FormatError(TensorCacheError, ValueError):
         """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
-        known, where = self.where, str(where)  # a concealed url equals no text
-        if known is None or not (known == where or known.startswith(f"{where}: ")):
-            error.where = where if known is None else f"{where}: {known}"
+        place, where = self.where, str(where)  # a concealed url equals no plain text
+        if place is None or not (place == where or place.startswith(f"{where}: ")):
+            error.where = where if place is None else f"{where}: {place}"
         return error
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ class InvalidKeyError(TensorCacheError, ValueError):
 def add_note(exc: BaseException, note: str) -> None:
     """Add a note to an exception whose type must stay, for example an exception of the caller's code.
 
-    Without effect before Python 3.11.
+    Has no effect before Python 3.11.
     """
     if hasattr(exc, "add_note"):
         exc.add_note(note)
@@ -198,14 +198,14 @@ NUM_COMPARED = 1000
 _NUM_LISTED, _NUM_CHARS, _MIN_RATIO = 8, 80, 0.5
 
 
-def list_names(known: Collection[object], wanted: object = "", count: int | None = None) -> str:
+def list_names(names: Collection[object], wanted: object = "", count: int | None = None) -> str:
     """Return names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
 
-    Names similar to `wanted` come first: those with the same last part of a path, then the most similar ones. Equally similar
+    Names similar to `wanted` come first: names with the same last part of a path, then the most similar names. Equally similar
     names keep their order. Only the first 1,000 names are considered. At most 8 names are listed, each with at most 80
     characters.
     """
-    texts = {str(name)[:_NUM_CHARS]: name for name in islice(known, NUM_COMPARED)}
+    texts = {str(name)[:_NUM_CHARS]: name for name in islice(names, NUM_COMPARED)}
     matcher, scores = difflib.SequenceMatcher(b=str(wanted)[:_NUM_CHARS]), dict[str, float]()
     last = str(wanted).rpartition("/")[2]
     for text in texts:
@@ -217,11 +217,11 @@ def list_names(known: Collection[object], wanted: object = "", count: int | None
     # not difflib.get_close_matches, which puts the last of equally similar names first
     near = sorted((text for text in scores if scores[text] >= _MIN_RATIO), key=scores.__getitem__, reverse=True)
     listed = list(dict.fromkeys([*near, *texts]))[:_NUM_LISTED]
-    num_more = (len(known) if count is None else count) - len(listed)
+    num_more = (len(names) if count is None else count) - len(listed)
     text = ", ".join(f"{texts[name]!r:.{_NUM_CHARS}}" for name in listed) or "none"
     return f"{text} and {num_more:,} more" if num_more else text
 
 
-def unknown_name(what: str, wanted: object, known: Collection[object]) -> str:
+def unknown_name(noun: str, wanted: object, names: Collection[object]) -> str:
     """Return the message for an unknown name of a tensor, a member, …: `unknown tensor 'laten'; there are 'latent', 'text'`."""
-    return f"unknown {what} {wanted!r:.100}; there are {list_names(known, wanted)}"
+    return f"unknown {noun} {wanted!r:.100}; there are {list_names(names, wanted)}"

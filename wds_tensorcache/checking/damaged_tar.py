@@ -107,7 +107,7 @@ class Salvage:
                 failed = scanner.end
             except FormatError as exc:
                 reason, kind = exc.reason, exc.kind
-                # the offset of an error in an extended header is that in its content
+                # an error in an extended header has an offset in the header's content
                 is_inner = exc.offset is None or kind in ("extended-header", "sparse")
                 failed = scanner.header_begin if is_inner else exc.offset or 0
             except OSError as exc:
@@ -242,7 +242,7 @@ class _Places:
     def _is_contradicted(self, at: int) -> bool:
         """Return whether the intact header before a member's content belongs to another member."""
         key, suffix, begin, nbytes = self._member_at(at)
-        # a longer name, or one that is not ASCII, is in an extended header, which may be lost
+        # a longer or non-ASCII name is in an extended header, which may be lost
         is_plain = key.isascii() and suffix.isascii() and len(f"{key}.{suffix}") <= _MAX_FIELD_NBYTES
         with contextlib.suppress(OSError):
             is_there = is_plain and begin + nbytes <= self._file.nbytes  # the shard may be cut short

@@ -49,7 +49,7 @@ def check_indexes(checked: Checked, needs_idx: bool) -> None:
     index = footer or sidecar
     if index is None:
         return
-    # the shard itself does not contain these, so they cannot be compared; `repair` keeps them
+    # fingerprint and origins are not in the shard itself, so they cannot be compared; `repair` keeps them
     checked.fingerprint = index.fingerprint
     try:
         checked.index = replace(checked.index, origins=index.origins_of(checked.index.keys))

@@ -39,7 +39,7 @@ def repair(
     was cut off are lost. Reading also resumes after a single block of zeros, and after more zeros if an index says that the
     archive ends later. Members after the end-of-archive marker are dropped, since readers do not see them. A sample that has
     lost only a member outside its cache, for example a `jpg`, is kept without that member. If two samples in a shard have the
-    same key, the first intact sample with the most caches is kept. If a copy of another shard, or a part of one, has replaced a
+    same key, the first intact sample with the most caches is kept. If a whole or partial copy of another shard has replaced a
     shard, the copy is left out.
 
     Shards keep their names, their order and their fingerprints. A damaged shard without intact members is not written. The
@@ -78,7 +78,7 @@ def repair(
         if not drop and (report.num_lost or report.num_missing or any(map(_has_lost, parts))):
             problem = f"{len(report.faults)} faults, and drop=False (--strict) allows no loss, so nothing was written"
             raise FormatError(f"{problem}; the first fault: {report.faults[0]}")
-        # Hazard: a shard and its copy would repeat keys. The one with the most samples is kept.
+        # Hazard: a shard and its copy would repeat keys. The shard with the most samples is kept.
         by_size = sorted(parts, key=lambda part: (len(part.index.keys), not part.copy_of))
         best = set({part.copy_of or part.path: part.path for part in by_size}.values())
         kept = [part for part in parts if part.path in best and (part.ranges or not _has_lost(part))]

@@ -44,7 +44,7 @@ class Report:
         faults: Faults grouped by shard; within a shard, faults in its bytes come first, by offset.
         num_shards: Number of shards that were read.
         num_missing: Number of shards that could not be read: listed shards that do not exist, and unreadable shards.
-        num_samples: Number of samples in the shards, including damaged ones.
+        num_samples: Number of samples in the shards, including damaged samples.
         num_damaged: Number of samples with a fault in their own bytes or names. `repair` leaves them out.
         num_lost: Number of samples that an index or the manifest lists, but no shard contains.
         num_repeated: Number of keys that occur in several shards; for these, `cache[key]` raises KeyError. Repeated keys are
@@ -52,7 +52,7 @@ class Report:
         num_unverified: Number of samples from other writers that lack a digest of the skeleton or the tensors. Damage to these
             bytes goes unnoticed.
         num_unread: Number of samples whose skeletons need a class that is not in `allow=`; only their digests were compared.
-        needs: Names of the classes that these skeletons need. Each is your own class, or an attack. Nothing was executed.
+        needs: Names of the classes that these skeletons need: your own classes, or an attack. Nothing was executed.
         nbytes: Length of the shards in bytes.
     """
 

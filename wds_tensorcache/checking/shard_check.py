@@ -39,7 +39,7 @@ class _Member:
     nbytes: int
     half: Half | None  # the half of a cache that the suffix names, if any
     text: bytes = b""  # the skeleton, or the header of the tensors
-    digest: int = 0  # of tensors: of the bytes after their stored digest
+    digest: int = 0  # for tensors, the digest of the bytes after the stored digest
     error: Exception | None = None
 
 
@@ -89,9 +89,8 @@ class Checked:
     is_broken: bool = False
     copy_of: str | None = None
 
-    def fault(self, key: str | None, offset: int | None, what: str, kind: Kind) -> None:
-        """Add a fault."""
-        self.report.faults.append(Fault(self.path, key, offset, what, kind))
+    def fault(self, key: str | None, offset: int | None, problem: str, kind: Kind) -> None:
+        self.report.faults.append(Fault(self.path, key, offset, problem, kind))
 
 
 def check_shard(
@@ -120,7 +119,7 @@ def _check_all(
     reach: Callable[[int], object],
     excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard without the samples in `excluded`. Add to `excluded` those that the next pass must leave out."""
+    """Check a shard without the samples in `excluded`. Add to `excluded` the samples that the next pass must leave out."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
@@ -173,7 +172,7 @@ def _count_caches(file: ShardFile) -> dict[str, int]:
     """Return the number of caches of each sample in the index of a shard, by key."""
 
     def parse(part: ShardFile) -> ShardIndex | None:
-        # lost bytes may have changed the length of the shard, but a sidecar with another length may be that of another shard
+        # lost bytes may have changed the length of the shard, but a sidecar with another length may belong to another shard
         return read_index(part.read, part.nbytes, None if part is file else file.nbytes)
 
     index = next(parse_both(file, parse, lenient=True), None)

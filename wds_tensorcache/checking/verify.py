@@ -126,7 +126,7 @@ class ShardsToCheck:
         kept, keys, parts = list[Checked](), dict[str, Keys](), list[Report]()
         # if there are fewer shards than threads, the other threads read ahead
         walkers = max(1, min(num_threads, len(paths)))  # no path is left if the manifest lists only missing shards
-        # without a thread that walks over shards, this thread does it; otherwise it only waits, and shows the progress
+        # this thread checks the shards if no other thread does; otherwise it only waits, and shows the progress
         with (
             _threads(num_threads - walkers) as reading,
             _threads(walkers if num_threads > 1 or bar.is_shown else 0) as walking,
@@ -217,8 +217,8 @@ class _Manifest:
         if not self.paths and not report.faults:
             raise FileNotFoundError(f"{path} lists no shards")
 
-    def _fault(self, shard: str, what: str, kind: Kind = "index") -> None:
-        self._report.faults.append(Fault(shard, None, None, what, kind))
+    def _fault(self, shard: str, problem: str, kind: Kind = "index") -> None:
+        self._report.faults.append(Fault(shard, None, None, problem, kind))
 
     def _add(self, located: FoundShard) -> None:
         """Add a listed shard, or report why it cannot be read."""
@@ -248,7 +248,7 @@ class _Manifest:
         return 0 if entry is None else entry.num_samples
 
     def check(self, checked: Checked) -> None:
-        """Report differences between manifest and shard. If the shard has no fingerprint, set the manifest's."""
+        """Report differences between manifest and shard. A shard without a fingerprint gets the manifest's fingerprint."""
         entry = self._entries.get(os.path.abspath(checked.path))
         if checked.path not in self.paths:
             return
@@ -293,7 +293,7 @@ class _Manifest:
             self._report_copy(checked, entry, original, "")
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards without their listed index whose intact members are those of another shard, byte for byte."""
+        """Report shards without their listed index whose intact members equal the members of another shard, byte for byte."""
         if not self._unlike or not repeated:
             return
         listed = [path for path in self.paths if path in keys and path not in self._unlike]

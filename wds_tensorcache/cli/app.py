@@ -131,7 +131,7 @@ def _run(arguments: Sequence[str]) -> int:
         status = _status_of(exc)
         if status is not None:
             return _fail(exc.args[0] if isinstance(exc, KeyError) else exc, status)
-        # The text of an error may contain anything that a shard does, so it must not reach the terminal as it is.
+        # The text of an error may contain any text of a shard, so it must not reach the terminal as it is.
         for line in traceback.format_exc().splitlines():
             _say(plain(line))
         return _fail("this is a fault of tensorcache; please report it", 1)

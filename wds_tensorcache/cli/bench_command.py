@@ -27,7 +27,7 @@ _COPY, _RAW, _BATCH, _LOADER = "copies in memory", "raw reads", "read_batch", "L
 _ROUNDS = 3
 _SOURCE_NBYTES = 1 << 26  # more than a processor's caches hold
 _MIN_COPY_NBYTES = 1 << 14  # shorter copies would measure the calls
-_MAX_SAMPLES = 1 << 18  # to read; each takes some hundred bytes of memory
+_MAX_SAMPLES = 1 << 18  # samples to read; a sample takes some hundred bytes of memory
 _SMALL_NBYTES = 1 << 16  # a smaller sample takes more time for its own work than for its bytes
 _NEAR = 0.7  # of a ceiling
 _WIDTH = 30  # of the longest bar
@@ -93,7 +93,7 @@ def bench(
                 _LOADER: lambda: _load_batches(used, sizes, batch_size, collate, threads),
             }
             rounds: dict[str, list[float]] = {name: [] for name in ways}
-            for done in range(_ROUNDS * len(ways)):  # they take turns
+            for done in range(_ROUNDS * len(ways)):  # the ways take turns
                 name = list(ways)[done % len(ways)]
                 rounds[name].append(_measure(ways[name](), seconds))
                 show(done + 1, _ROUNDS * len(ways))

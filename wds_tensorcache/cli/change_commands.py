@@ -107,7 +107,7 @@ def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Iterable[str] 
     lines = (line.rstrip("\r\n") for line in keys_from or ())
     wanted = [*keys, *filter(None, lines)]
     shards = OldCache(source).shards
-    # an unknown key stays, so that the error names similar ones
+    # an unknown key stays, so that the error names similar keys
     dropped = [key if key in shards or safe_key(key) not in shards else safe_key(key) for key in wanted]
     num_dropped = len({place for key in dropped for place in shards.find(key)})  # a key may occur twice
     tc.drop(source, out, dropped)

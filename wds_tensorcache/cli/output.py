@@ -163,7 +163,7 @@ class Output:
         task = bar.add_task(title, total=None)
 
         def show(done: int, total: int | None) -> None:
-            bar.start()  # its thread; a process with threads does not fork workers, which start before the first call
+            bar.start()  # starts a thread; a process with threads forks no workers, which start before the first call
             bar.update(task, completed=done, total=total)
 
         try:

@@ -112,7 +112,7 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
     """Answer requests until Ctrl-C."""
     with server:
         if shown.as_json:
-            print(json.dumps({"url": server.url}))  # one line, since the command goes on
+            print(json.dumps({"url": server.url}))  # one line, since the command continues
         shown.line(server.url)
         sys.stdout.flush()
         shown.note("Ctrl-C ends the server. The address contains a password: pass it to no other person.")
@@ -127,5 +127,5 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
 
 def _has_display() -> bool:
     """Return whether a browser can open a window on this machine."""
-    # without one, Python might start a browser that takes over the terminal
+    # without a display, Python might start a browser that takes over the terminal
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

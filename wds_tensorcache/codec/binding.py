@@ -60,10 +60,7 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:
-    """Return whether `skeleton` contains these values at the offsets of the preamble's fields.
-
-    The bytes before the fields may be damaged.
-    """
+    """Return whether `skeleton` has these values in the preamble's fields; the bytes before the fields may be damaged."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, 0)[:-8]
     return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
 

@@ -22,8 +22,8 @@ class Carrier:
     """The form in which the tensors of one dtype pass through another library."""
 
     true: torch.dtype | np.dtype[Any]  # the tensors' own dtype
-    dtype: np.dtype[Any]  # of the array that carries their bits
-    inner: tuple[int, ...] = ()  # dimensions of the array after those of the tensor
+    dtype: np.dtype[Any]  # dtype of the array that carries the tensors' bits
+    inner: tuple[int, ...] = ()  # dimensions of the array after the tensor's dimensions
 
     def carry(self, value: Any) -> Array:
         """View a tensor on the CPU, or a little-endian array, as its carrier. Memory: aliases `value`."""
@@ -50,7 +50,7 @@ class Carrier:
             flat: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
             return view_tensor(view_bytes(memoryview(flat)), self.true, shape)
         if self.true != self.dtype and dtype_name(self.true) == "bool":
-            return value != 0  # an operator may have made another number of a 1
+            return value != 0  # an operator may have changed a 1 to another number
         return value.view(self.true)[..., 0] if self.inner else value.view(self.true)
 
 

@@ -68,7 +68,7 @@ class Layout:
     # string of the reference to each tensor, in the same order; None if unknown, as after `parse_header`
     texts: tuple[str, ...] | None = field(default=None, compare=False)
     further: Further = field(default=(), compare=False)
-    named: dict[str, StoredTensor] = field(init=False, compare=False, repr=False)  # by all names
+    named: dict[str, StoredTensor] = field(init=False, compare=False, repr=False)  # tensors by all their names
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by string, see `resolve`
     # a template, its references in its own order, and their strings in the order of the tensors
     resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)

@@ -19,7 +19,7 @@ from wds_tensorcache.codec.reference import ByteSource, Reference
 from wds_tensorcache.codec.views import check_array, check_tensor, view_array, view_tensor
 
 _MAX_GAP = 1 << 14  # bytes between two tensors that cost less than another read
-_SCRATCH = memoryview(bytearray(_MAX_GAP))  # these bytes go here, from all threads at once; never read
+_SCRATCH = memoryview(bytearray(_MAX_GAP))  # gaps are read into it, by all threads at once; its content is never used
 
 
 class Lazy:

@@ -48,10 +48,7 @@ class ByteSource(Protocol):
         """Return the bytes `[begin, end)` in memory that no other process can change; never write into them."""
 
     def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
-        """Return a source to send to another process, and the offset of byte `begin` in it.
-
-        The new source contains at least the bytes `[begin, end)`.
-        """
+        """Return a source with at least the bytes `[begin, end)`, for another process, and the offset of byte `begin` in it."""
 
 
 class MemorySource:
@@ -105,9 +102,7 @@ def reference_text(kind: str, name: str, attribute: str | None) -> str:
 
 
 def parse_reference(text: str) -> tuple[str, str, str | None]:
-    """Return the kind, the tensor's name and the attribute `dtype` in the string of a reference.
-
-    The attribute is None if the string has none.
+    """Return the kind, the tensor's name, and the attribute `dtype` or None, in the string of a reference.
 
     Raises:
         FormatError: The string has an unknown kind or attribute.

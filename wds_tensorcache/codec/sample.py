@@ -184,10 +184,7 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
 
 
 def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed) -> Any:
-    """Rebuild a sample from a skeleton whose body starts at byte `begin`.
-
-    `source` provides the bytes of the tensors in `layout`.
-    """
+    """Rebuild a sample from a skeleton whose body starts at byte `begin`; `source` has the bytes of the tensors in `layout`."""
     matched = match_body(skeleton, begin, layout, source, lazy)
     if matched is None:
         return _interpret(skeleton, begin, layout, source, lazy, allow)[0]
@@ -234,7 +231,7 @@ def _interpret(
     check_named(layout, tensors)
     form = layout.form
     form.num_interpreted += 1
-    # Learning takes time: not for the first sample of a form, which may be the only one, and not again and again.
+    # Learning takes time. So it skips the first sample of a form, which may be the only sample, and ends after some attempts.
     if 1 < form.num_interpreted <= MAX_ATTEMPTS:
         form.template = learn(sample, skeleton[begin:])
     return sample, tensors

@@ -22,7 +22,7 @@ from wds_tensorcache.codec.lazy import Lazy, LazyArray, LazyTensor, PendingLoads
 from wds_tensorcache.codec.reference import RESERVED, component
 
 Path = tuple[Any, ...]
-Wanted: TypeAlias = Callable[[str], bool]  # tells whether the tensor with a name is selected
+Wanted: TypeAlias = Callable[[str], bool]  # returns whether the tensor with this name is selected
 ATOMS = frozenset({str, int, bool, float, bytes, type(None), complex})
 CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 DICTS = (dict, OrderedDict, defaultdict)
@@ -33,7 +33,7 @@ _MAX_NAME = 1000  # characters of a further name
 _TWICE = 0  # in place of an id, the mark of a tensor that `_project` has met twice
 _DROPPED: Any = object()  # takes the place of a tensor that `project` or `map_leaves` removes
 _Place: TypeAlias = tuple[int, Path]  # id of a container, and the path in it: one key or index, none for the root
-# key or index, position of the key in its dict, and the same of the container
+# key or index, position of the key in its dict, and the link of the container
 _Link: TypeAlias = "tuple[Any, int, _Link] | None"
 
 
@@ -140,7 +140,7 @@ class _Copier:
     # A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
     #
     # `tensor` gets a lazy tensor and its place; dicts lose a tensor for which it returns `_DROPPED`. `leaf` gets a path and
-    # replaces any other leaf, a dropped tensor in a sequence, or a sequence without lazy tensors. Without it, these stay.
+    # replaces any other leaf, a dropped tensor in a sequence, or a sequence without lazy tensors. Without `leaf`, these stay.
     def __init__(self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None) -> None:
         self._tensor, self._leaf = tensor, leaf
         self._holds = Holding()

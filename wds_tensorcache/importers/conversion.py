@@ -35,10 +35,10 @@ from wds_tensorcache.storage.system import end_with_parent
 from wds_tensorcache.writing.writer import ShardWriter
 
 _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
-_MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # so many samples or bytes are worth several shards
+_MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # this many samples or bytes are worth several shards
 _NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
-_LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this one waits for the disk
+_LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this worker waits for the disk
 _POLL_S = 0.1
 
 
@@ -92,7 +92,7 @@ class Conversion:
     samples: Sequence[SourceSample]
     keys: Sequence[str]
     stops: bool  # at the first bad sample
-    open_writer: Callable[[int], ShardWriter]  # from the number of its shard
+    open_writer: Callable[[int], ShardWriter]  # makes the writer of a shard, from the shard's number
     narrow: bool
     trim: dict[str, str]
     drop_padding: bool

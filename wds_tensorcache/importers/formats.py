@@ -92,7 +92,7 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
 def _recognize(form: Format, folder: SourceFolder) -> int:
     try:
         return form.recognize(folder)
-    except (TensorCacheError, OSError):  # a bad file, which importing it reports
+    except (TensorCacheError, OSError):  # a bad file, which the import reports
         return 0
     except Exception as exc:  # hostile files may have any values
         problem = f"{folder.path}: whether its format is {form.name!r} cannot be determined: {exc!r:.300}"

@@ -63,8 +63,8 @@ def import_cache(
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
         num_workers: Number of processes that read and convert files; each process writes whole shards. Threads replace the
-            processes for few samples, if `out` is a url, and where a fork is not safe: on systems other than Linux, and in a
-            process with several threads or with CUDA.
+            processes for few samples, if `out` is a url, and where a fork is not safe: outside Linux, with several threads,
+            or with CUDA.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
         max_samples: Maximum number of samples in a shard. An import of at least 128 samples or 64 MiB gets a multiple of four
             shards with about equal numbers of samples, so that all workers have work.
@@ -106,7 +106,7 @@ def import_cache(
     complete = {**_finite(opened.provenance), "format": chosen.name, SOURCE: origin}
     complete |= {name: value for name, value in changes.items() if value} | dict(fingerprint or {})
     report = ImportReport(chosen.name, num_read=len(samples), notes=list(opened.notes), fingerprint=complete)
-    report.skipped = [Skipped(name, (name,), what) for name, what in bad.items()]
+    report.skipped = [Skipped(name, (name,), fault) for name, fault in bad.items()]
     used = {*opened.metadata_files, *opened.bad}.union(*(sample.files for sample in samples))
     report.unused = [file for file in folder.names if file not in used] + folder.ignored
     pattern = ShardPattern(os.fsdecode(out))
@@ -221,12 +221,12 @@ def _finite(value: Any) -> Any:
 def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:
     """Return the keys of all samples. A key with a hash also carries the name of its sample."""
     if not source.samples:
-        what, fault = f"{folder.path} has no samples of the format {name!r}", folder.first_fault()
+        problem, fault = f"{folder.path} has no samples of the format {name!r}", folder.first_fault()
         if source.bad:
-            raise FormatError("{}; {}: {}".format(what, *next(iter(source.bad.items()))))
+            raise FormatError("{}; {}: {}".format(problem, *next(iter(source.bad.items()))))
         if fault is not None:
-            raise FormatError(f"{what}; {fault}")
-        raise ValueError(what)
+            raise FormatError(f"{problem}; {fault}")
+        raise ValueError(problem)
     keys = []
     for sample in source.samples:
         key = safe_key(sample.name)

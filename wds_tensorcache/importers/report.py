@@ -1,4 +1,4 @@
-"""The result of an import: how many samples were read, written and skipped, and why."""
+"""The result of an import: numbers of samples that were read, written and skipped, and the faults."""
 
 from __future__ import annotations
 

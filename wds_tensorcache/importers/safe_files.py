@@ -76,7 +76,7 @@ def list_npz(folder: SourceFolder, name: str) -> list[str]:
 
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
-    """Return the files in a zip; raise FormatError if two have the same name."""
+    """Return the files in a zip; raise FormatError if two files have the same name."""
     with naming(name), folder.open(name) as file:
         return list(arrays.list_zip(file).values())
 

@@ -47,7 +47,7 @@ class Planes:
     width: int
     note: str
     _first: int = 0  # the first of all planes `[H, W]` of the tensor that is drawn
-    _step: int = 1  # distance to the next one that is drawn
+    _step: int = 1  # distance to the next plane that is drawn
     _is_channels_last: bool = False
 
     def load(self, lazy: Lazy, count: int | None = None) -> Array:
@@ -162,7 +162,7 @@ def fit_colors(planes: Sequence[Array], is_uint8: bool = False) -> Colors:
     """
     parts = [_some_pixels(part) for part in planes]
     ranges = [np.ptp(part) if part.size else 0 for part in parts]
-    # one broken sample does not hide the differences of the others
+    # a broken sample must not hide the differences between other samples
     parts = [part for part, size in zip(parts, ranges, strict=True) if size <= _FAR * np.median(ranges)]
     pixels = np.concatenate(parts, axis=1)
     if not pixels.size:

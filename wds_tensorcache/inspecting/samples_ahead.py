@@ -17,7 +17,7 @@ from wds_tensorcache.storage.threads import Threads, run_in_order
 _Result = TypeVar("_Result")
 READ_ERRORS = TensorCacheError, OSError
 _Read = tuple[int, dict[str, Lazy], "TensorCacheError | OSError | None"]
-_MAX_NBYTES = 1 << 22  # of a member; the tensors of a larger one are read when they are used
+_MAX_NBYTES = 1 << 22  # of a member; the tensors of a larger member are read when they are used
 
 
 def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], _Result]) -> Iterator[_Result]:

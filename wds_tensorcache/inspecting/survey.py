@@ -109,7 +109,7 @@ class Survey:
     """Statistics of samples of a cache. Each tensor is read once, in parts of at most 4 MiB.
 
     Args:
-        cache: Cache, or a view of one.
+        cache: Cache, or a view of a cache.
         indices: Indices of the samples to examine, ascending.
         progress: Function that takes the number of examined samples, and of all samples to examine.
         for_page: Also compute colors and usual ranges, and record samples that cannot be read instead of raising an error.
@@ -208,7 +208,7 @@ class Survey:
         return self._colors.get(key) or fit_colors([loaded], key[2])
 
     def _find_usual(self) -> tuple[dict[tuple[str, str], tuple[float, float]], set[str]]:
-        """Return the usual range of each property by tensor and property, and the names of tensors that are often constant."""
+        """Return the usual ranges by tensor and property, and the names of tensors that are often constant."""
         usual: dict[tuple[str, str], tuple[float, float]] = {}
         constant: set[str] = set()
         for name in self.positions if self.samples else ():

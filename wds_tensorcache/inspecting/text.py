@@ -34,7 +34,7 @@ def shape_text(shape: Any) -> str:
 
 
 def dtype_text(dtype: Any) -> str:
-    """Return a short name of a dtype, such as `bf16`, `f8_e4m3fn` or `<U5`; `f16/f32` for several."""
+    """Return a short name of a dtype, such as `bf16`, `f8_e4m3fn` or `<U5`; `f16/f32` for several dtypes."""
     if isinstance(dtype, tuple):
         return "/".join(map(dtype_text, dtype))
     if isinstance(dtype, np.dtype) and dtype.kind in "SUMm":

@@ -36,7 +36,7 @@ KINDS = ("pt", "npz", "safetensors", "webdataset")
 _TAR = "samples.tar"
 _MAX_PART_NBYTES, _MAX_PATH_NBYTES = 200, 1000  # file systems allow 255 for a part, with suffix and temporary name
 _REFUSED = frozenset('\\:*?"<>|')  # by other systems
-_MAX_VALUES = 1 << 16  # of a sample in an npz or safetensors file: a small one may contain one list any number of times
+_MAX_VALUES = 1 << 16  # in an npz or safetensors file: a small sample may contain one list any number of times
 _MAX_NAME = 10_000
 
 
@@ -131,7 +131,7 @@ def _check_hidden(cache: Cache) -> None:
 
 def _identify(cache: Cache, kind: str) -> str:
     """Return a hash of the boot, the kind, the fingerprint, and the key, shapes, stored name and digest of each sample."""
-    # Hazard: after a power cut, finished files may be empty; a new boot begins anew
+    # Hazard: after a power cut, finished files may be empty; after a new boot, an export begins again
     digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):
         sample = [entry.key, sorted(entry.shapes.items()), cache._stored_name(i)]
@@ -181,7 +181,7 @@ class _Export:
                 self.report.num_present += 1
             else:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                # the file with the tensors is the last one: with it, all files of the sample are there
+                # the file with the tensors comes last: if it exists, all files of the sample exist
                 for suffix, content in self._contents(i).items():
                     write_atomically(f"{path}.{suffix}", [content], fsync=False)
             bar.show(i + 1)
@@ -239,7 +239,7 @@ class _Export:
             else:
                 metadata = parse_metadata(members.get(METADATA, b""))
                 if metadata is not None:
-                    del members[METADATA]  # the file itself holds it
+                    del members[METADATA]  # the file itself holds the metadata
                 content = safetensors.torch.save(arrays, metadata)
         except EncodeError as exc:
             raise exc.at(f"sample {self._keys[i]!r:.100}") from exc

@@ -22,9 +22,9 @@ except ImportError as exc:
 class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
     """A callback that resumes each `tc.Loader` and `tc.torch_loader` exactly when Lightning loads a checkpoint.
 
-    Without it, Lightning forgets the loaders' states if `configure_optimizers` uses `trainer.estimated_stepping_batches`,
-    counts an epoch that `max_steps` has stopped as finished, and expects batches of the same size as before. Checkpoints that
-    were saved without the callback resume, too.
+    Without the callback, Lightning counts an epoch that `max_steps` has stopped as finished, and expects batches of the same
+    size as before. It also forgets the loaders' states if `configure_optimizers` uses `trainer.estimated_stepping_batches`.
+    Checkpoints that were saved without it resume, too.
 
     Raises (when training starts):
         ValueError: A state belongs to a loader with other samples or settings, or to another number of loaders.
@@ -46,7 +46,7 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         if not self._states or not is_over or not batches["current"]["ready"]:
             return
         if batches["is_last_batch"]:
-            # With `max_steps`, Lightning would end this epoch once more, without batches, and count it as the next one.
+            # With `max_steps`, Lightning would end this epoch once more, without batches, and count it as the next epoch.
             batches["current"] = dict.fromkeys(batches["current"], 0)
             batches["is_last_batch"] = False
         else:

@@ -89,7 +89,7 @@ def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed |
     content: Any = memoryview(raw)
     with _advising(remedy):
         if content[:4] != ZIP:
-            # older files, and those of `pickle.dump`, begin with the number of their protocol
+            # older files, and files of `pickle.dump`, begin with the number of their protocol
             advice = remedy if content[:1] == b"\x80" else ""
             expected = f"expected a zip file, the format of torch.save since torch 1.6{advice}"
             raise FormatError(expected if content else "the file is empty")
@@ -243,7 +243,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         self._spend(_POINTER_NBYTES * call_cost(args))
         self.stack[-1] = function.build(args)
         self._num_defaultdicts += self.stack[-1].__class__ is defaultdict
-        if self._num_defaultdicts > MAX_DEFAULTDICTS:  # Hazard: freeing nested ones overflows C's stack
+        if self._num_defaultdicts > MAX_DEFAULTDICTS:  # Hazard: freeing nested defaultdicts overflows C's stack
             raise FormatError(f"the pickle builds more than {MAX_DEFAULTDICTS} defaultdicts")
 
     def load_build(self) -> None:
@@ -340,7 +340,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return np.frombuffer(raw, dtype, 1)[0] if len(raw) else dtype.type()
 
     def _check_array(self, raw: Any, dtype: Any, shape: Any) -> None:
-        """Raise FormatError if these are not the bytes of an array with this dtype and shape."""
+        """Raise FormatError unless `raw` contains the bytes of an array with this dtype and shape."""
         is_shape = shape.__class__ is tuple and all(n.__class__ is int and n >= 0 for n in shape)
         if not isinstance(dtype, np.dtype) or raw.__class__ not in (bytes, bytearray) or not is_shape:
             raise FormatError(f"expected bytes, a dtype and a shape, got {shown(raw)}, {shown(dtype)}, {shown(shape)}")
@@ -391,7 +391,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
 def _set_byte_order(dtype: np.dtype[Any], version: int, order: str, *rest: Any) -> None:
     if order not in ("<", ">", "|", "=") or rest[:3] != (None,) * 3:
         raise UnsafeSkeletonError(f"the dtype {dtype} has fields, or an unknown byte order")
-    # Hazard: numpy trusts the sizes in a state, so those in the file are not used.
+    # Hazard: numpy trusts the sizes in a state, so the sizes in the file are not used.
     sizes = (dtype.itemsize, dtype.alignment) if dtype.kind in "SU" else (-1, -1)
     dtype.__setstate__((3, order, None, None, None, *sizes, 0))  # type: ignore[attr-defined]
 
@@ -400,7 +400,7 @@ def _refuse(args: tuple[Any, ...]) -> Any:
     raise TypeError("numpy.ndarray itself is called")
 
 
-_NDARRAY = Builder(_refuse)  # not the class, which a trusted class could be given
+_NDARRAY = Builder(_refuse)  # not the class itself, which a trusted class could receive
 _is_plain_dtype = re.compile(r"[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{1,9}", re.ASCII).fullmatch
 _STORAGES = {
     "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16, "Long": torch.int64,

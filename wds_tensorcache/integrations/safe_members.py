@@ -53,7 +53,7 @@ class MemberDecoder(Decoder):
                 kind = extension.rpartition(".")[2]
                 if handler is _PICKLES:
                     if kind in ("pyd", "pickle", "pkl", "pth"):
-                        # also if the result is None, for which webdataset's own unpickler would run next
+                        # return also None: otherwise webdataset's own unpickler would run next
                         return _unpickle(kind, content, limit, self._allow)
                     continue
                 result = _decode_stock(handler, extension, content, limit) if is_stock else handler(extension, content)

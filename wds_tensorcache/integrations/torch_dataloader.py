@@ -57,7 +57,7 @@ class StepDataset(Dataset[Any]):
         reader = sampler._reader(choose)
         collate = collate_for(sampler._plan.caches, collate, pad_value, reader.chosen_names)
         self.sampler: StepSampler | None = sampler
-        # worker processes share the cores, so each reads without threads
+        # worker processes share the cores, so each process reads without threads
         self._reader = reader.single_threaded()
         self._options = {"collate": collate, "pad_value": pad_value}
         self._transforms = as_transforms(transform)
@@ -160,13 +160,13 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     Threads/fork/pickle: used by one thread, in the process that made the loader.
     """
 
-    # accelerate reads these two while it accumulates gradients
+    # accelerate reads these attributes while it accumulates gradients
     end_of_dataloader = False
     remainder = -1
     _is_prepared = False  # by accelerate
 
     def __init__(self, dataset: StepDataset, *, batch_sampler: Any = None, **options: Any) -> None:
-        """Make a `torch.utils.data.DataLoader` over steps. Trainers call this to re-create the loader with their own options.
+        """Make a `DataLoader` over steps. Trainers call the class to re-create the loader with their own options.
 
         Raises:
             TypeError: `dataset` is not a `StepDataset`.
@@ -183,7 +183,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             # obstore does not work in a child that was forked after its first use
             options["multiprocessing_context"] = options.get("multiprocessing_context") or "forkserver"
         super().__init__(dataset, batch_sampler=batch_sampler, **{"collate_fn": _same} | options)
-        # Lightning and accelerate would distribute the steps of this rank among all ranks once more, unless they find these.
+        # Lightning and accelerate would distribute the steps of this rank among all ranks again without these attributes.
         vars(self)["sampler"] = self._sampler  # a DistributedSampler
 
     @property
@@ -197,7 +197,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         self._is_prepared = value
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_iterator": None}  # which owns the persistent workers
+        return super().__getstate__() | {"_iterator": None}  # it owns the persistent workers
 
     def __iter__(self) -> Any:
         return self._begin(with_info=False)

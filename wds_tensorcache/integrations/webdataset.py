@@ -154,7 +154,7 @@ class Decode:
                 if self.handler(exc):
                     continue
                 break
-            # free this sample before the next one is read, for less memory and warm CPU caches
+            # free this sample before the next sample is read, for less memory and warm CPU caches
             del sample
             yield decoded
             del decoded
@@ -190,7 +190,7 @@ class Decode:
     def _decode_others(self, sample: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
         try:
             return self.members(others)
-        except Exception as exc:  # newer webdataset releases wrap what a handler raises
+        except Exception as exc:  # newer webdataset releases wrap the error of a handler
             cause = exc if isinstance(exc, TensorCacheError) else exc.__cause__
             if isinstance(cause, TensorCacheError):
                 raise cause.at(_where(sample)) from cause.__cause__ or cause

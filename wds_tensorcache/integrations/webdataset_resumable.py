@@ -35,7 +35,7 @@ from wds_tensorcache.storage.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
 
 POSITION = "__position__"
-VERSION = 2  # 1 divided the shards among ranks differently
+VERSION = 2  # version 1 divided the shards among ranks differently
 Urls: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 _PREFIX = "tensorcache-position:"
 _DOES_ITSELF = (split_by_node, split_by_worker, tarfile_samples)
@@ -77,11 +77,12 @@ class ResumablePipeline(IterableDataset[Any]):
         batch_size: Number of items of the last stage in a batch; None yields single items. Pass `batch_size=None` to the
             `DataLoader`, which would otherwise batch these batches. Without `steps`, the last batch of each worker may be
             smaller.
-        steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` takes the full batches of
-            the rank with the fewest samples in epoch 0, `"longest"` as many batches as the rank with the most samples fills
-            or begins; a manifest must list the samples. The workers of a rank share its steps. A worker with too few samples
-            passes its shards to the stages again. A worker with more leaves out the rest of the epoch, and `DataLoader` workers
-            without shards have no steps. Each worker warns once that samples are repeated or left out.
+        steps: Number of batches of each rank in each epoch, all of `batch_size` items. `"shortest"` is the number of full
+            batches of the rank with the fewest samples in epoch 0. `"longest"` is the number of batches that the rank with the
+            most samples fills or begins. For both, a manifest must list the samples. The workers of a rank share its steps. A
+            worker with too few samples passes its shards to the stages again. A worker with more samples leaves out the rest of
+            the epoch, and `DataLoader` workers without shards have no steps. Each worker warns once that samples are repeated
+            or left out.
         collate: Function of a list of items that returns a batch.
         shuffle: True for a new order of the shards in each epoch.
         seed: Seed of this order; equal on all ranks.
@@ -96,7 +97,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
-        ValueError: No item leaves the last stage in a whole pass over a worker's shards, but `steps` needs some.
+        ValueError: No item leaves the last stage in a whole pass over a worker's shards, but `steps` needs items.
         FormatError, OSError, ImportError: As for `tarfile_to_samples`; FormatError also if a shard does not match its manifest.
 
     Memory: for each remote shard that is being read, up to 20 MiB.
@@ -170,7 +171,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._is_rank_open = not is_distributed()
 
     def __getstate__(self) -> dict[str, Any]:
-        self._find_rank()  # for spawned workers, which do not know it
+        self._find_rank()  # for spawned workers, which do not know the rank
         return vars(self)
 
     def _count_steps(self, steps: int | str | None) -> int | None:
@@ -344,7 +345,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return collated
 
     def _share(self) -> int | None:
-        """Return this worker's number of steps: a part of its rank's, in proportion to its samples, or else its bytes."""
+        """Return this worker's number of steps: a part of its rank's steps, in proportion to its samples, or else its bytes."""
         if self._steps is None:
             return None
         worker, num_workers = _find_worker()
@@ -564,7 +565,7 @@ class _SharedEpochs:
 
 @dataclass
 class _Progress:
-    """What a process has yielded of its epoch, with `steps`.
+    """The part of its epoch that a process has yielded, with `steps`.
 
     Attributes:
         num_passes: Number of passes over its shards that have ended.
@@ -694,7 +695,7 @@ def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None
     if len(set(names)) < len(set(urls)):
         names = [reveal(url) for url in urls]
     entries = [None if shard is None else shard.entry for shard in listed]
-    # lengths of local shards are among the loads, which determine who reads which shard
+    # lengths of local shards are among the loads, by which shards are divided
     counts = [
         None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
         for url, entry in zip(urls, entries, strict=True)

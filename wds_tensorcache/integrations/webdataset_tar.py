@@ -22,7 +22,7 @@ from wds_tensorcache.shards.tar_stream import TarStream
 from wds_tensorcache.storage.remote.stream import RemoteStream
 
 _RESERVED = frozenset({"__key__", "__url__", "__local_path__"})
-_BAD = "__bad__"  # webdataset, too, drops samples in which this is set
+_BAD = "__bad__"  # webdataset, too, drops samples in which this field is set
 Handler = Callable[[Exception], bool]
 
 
@@ -61,7 +61,7 @@ def tarfile_to_samples(
         FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
             has the shard's name and the byte offset.
         OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote shard.
-        ImportError: A remote url needs a package that is not installed; the message says which.
+        ImportError: A remote url needs a package that is not installed; the message names the package.
     """
     return TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
 

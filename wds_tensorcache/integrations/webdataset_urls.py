@@ -20,15 +20,15 @@ from wds_tensorcache.storage.urls import conceal, is_url, is_web, shown
 
 Url: TypeAlias = "tuple[str, FoundShard | None]"
 _IS_URL = re.compile(r"(pipe|file):|[A-Za-z][A-Za-z0-9+.-]*://").match
-# what webdataset itself does for our schemes; a function that the user has registered instead is called
+# webdataset's own functions for our schemes, which we replace; a function that the user has registered is called
 _REPLACED = frozenset({"gopen_curl", "gopen_gsutil", "gopen_hf"})
 
 
 def is_remote(url: Any) -> bool:
     """Return whether this package's clients read a url: s3, gs, az, http, https or hf.
 
-    They do not read a url if a file has this name, if webdataset's variable GOPEN_REWRITE changes the url, or if the user has
-    registered a function for the scheme in webdataset's `gopen_schemes`.
+    The clients do not read a url if a file has this name, if webdataset's variable GOPEN_REWRITE changes the url, or if the
+    user has registered a function for the scheme in webdataset's `gopen_schemes`.
     """
     if not isinstance(url, str) or isinstance(url, os.PathLike) or not is_url(url) or os.path.lexists(url):
         return False
@@ -65,7 +65,7 @@ class _Path(str):
 
 
 def find_urls(urls: Any) -> list[Url]:
-    """Return the url of each shard, with the shard's entry in a manifest, or None.
+    """Return the url of each shard, and the shard as a manifest lists it, None if no manifest does.
 
     Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Secrets in remote urls are
     concealed.

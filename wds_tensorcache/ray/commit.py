@@ -219,7 +219,7 @@ def _adopt(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
         fingerprint = index.fingerprint if index.fingerprint is not None else manifest.fingerprint(name)
         check_same(f"{shown(job.folder)}/{name}", fingerprint, job.options["fingerprint"])
     # Two attempts of one task may both have finished shards, with the same keys in other combinations. Shards with more samples
-    # come first. A shard with a key that is already there is left out, so its other samples are computed again.
+    # come first. A shard with a key that is already listed is left out, so its other samples are computed again.
     keys = {key for name in manifest.entries for key in shards[name][1].keys}
     for name in sorted(unlisted, key=lambda name: (-len(shards[name][1].keys), name)):
         new = list(shards[name][1].keys)

@@ -79,7 +79,7 @@ def read_ray(
             random.
         exact: Read whole samples, to filter and copy them, or to change them as nested samples.
         values: False leaves out the columns of small values.
-        seed, epoch: Determine which alternatives are chosen. The choice does not depend on the number of tasks.
+        seed, epoch: Seed and epoch of the choice of alternatives, which does not depend on the number of tasks.
         override_num_blocks, concurrency, ray_remote_args: As for `ray.data.read_datasource`.
         options: Options of `tc.open`, if `source` is not an open cache.
 

@@ -64,8 +64,8 @@ def write_ray(
             such as `s3://bucket/cache`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
         overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
-        append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing ones;
-            existing keys are refused.
+        append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing
+            samples; existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need a fingerprint if their cache has a fingerprint, because
             functions of the dataset may have changed the samples. Pass the fingerprint of the cache, a new fingerprint, or
             `{}` for none.
@@ -81,7 +81,7 @@ def write_ray(
 
     Raises:
         FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set; or another write into it has
-            finished during this one.
+            finished during this write.
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
             integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.
@@ -179,7 +179,7 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
                 _check_running(job)
         _check_running(job)
     except BaseException:
-        if job.mode != "build":  # the driver, or the next build, takes the finished ones
+        if job.mode != "build":  # the driver, or the next build, takes the finished shards
             delete_shards(sink._folder, _names(sink))
         raise
     return _names(sink)

@@ -35,7 +35,7 @@ class BatchInfo:
         everything but the cache is equal.
     """
 
-    # in a copy without a cache
+    # set only in a copy without a cache
     _keys: Sequence[str] = ()
     _shapes: Mapping[str, torch.Tensor] = {}
     _lengths: Mapping[str, int] = {}
@@ -145,7 +145,7 @@ class BatchInfo:
         return way.length(longest) if isinstance(way, Pad) else longest
 
     def _way(self, name: str) -> str | Pad | None:
-        """Return how the rows of a tensor were combined; None if a function did so."""
+        """Return the way in which the rows of a tensor were collated; None if a function collated them."""
         return None if self._collate is None else self._collate.ways_for([name])[0]
 
     def _is_lacking(self, name: str) -> bool:

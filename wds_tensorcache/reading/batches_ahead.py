@@ -9,11 +9,11 @@ from typing import Any
 from wds_tensorcache.storage.remote.fetch import pace_of
 from wds_tensorcache.storage.urls import is_url
 
-NUM_THREADS = 16  # each waits for the requests of one batch; a process has at most 128 requests in flight
+NUM_THREADS = 16  # a thread waits for the requests of one batch; a process has at most 128 requests in flight
 _LEAST, _FIRST, _MOST = 2, 4, 32
-_NUM_LOCAL = 8  # not one: a mix may have a local cache, too
+_NUM_LOCAL = 8  # batches in a row without a request; not 1, because a mix may also have a local cache
 _MAX_NBYTES = 1 << 30
-_REQUIRED = 4  # bytes in flight, in multiples of latency times rate, above which more would only take memory
+_REQUIRED = 4  # bytes in flight, in multiples of latency times rate; more bytes would only take memory
 
 
 class BatchesAhead:
@@ -22,7 +22,7 @@ class BatchesAhead:
     To use the full rate of a server, `latency * rate` bytes must be in flight. Latency and rate are measured. The number begins
     with 4. It doubles when training had to wait for a batch while less than four times as many bytes were in flight. Eight
     batches in a row without a request, for example from a node's cache, reduce it to 2. More batches would only fill the
-    processor's caches. Only one thread may use it.
+    processor's caches. Only one thread may use an object of this class.
 
     Args:
         url: Url of a shard on the server to measure. If all shards are local, it is None, and the number is 2.

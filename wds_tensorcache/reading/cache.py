@@ -193,9 +193,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
         Patterns have the syntax of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has
-        all selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. They, and None in
-        their places, are removed from dicts; in lists, tuples and deques, None replaces them. Small values keep their places in
-        samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
+        all selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. Dicts lose these
+        tensors, and None in their places; in lists, tuples and deques, None replaces a tensor. Small values keep their places
+        in samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
 
         Raises:
             KeyError: A pattern matches no tensor's name.
@@ -249,11 +249,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 alternatives. Only the chosen tensor is read, and appears in the batch. A tuple of names is chosen together:
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`. Alternatives may be values,
                 for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
-                chosen together: `{("text", "caption"): ("texts.*", "captions.*")}` pairs `texts.a` and `captions.a`, by what
-                `*` matches. In a joined cache, names that are chosen together, and all their alternatives, must be in one of
-                its caches. A dict gives weights, by which loaders choose: `{"text": {"captions.0": 2, "captions.*": 1}}`. The
-                weight of a pattern counts for each name that it matches. A name has the sum of the weights of all entries
-                that match it. Entries of a list have the weight 1.
+                chosen together: `{("text", "caption"): ("texts.*", "captions.*")}` pairs `texts.a` and `captions.a`, by the
+                text that `*` matches. In a joined cache, names that are chosen together, and all their alternatives, must be in
+                one of its caches. A dict gives weights, by which loaders choose:
+                `{"text": {"captions.0": 2, "captions.*": 1}}`. The weight of a pattern counts for each name that it matches. A
+                name has the sum of the weights of all entries that match it. Entries of a list have the weight 1.
             choices: Index of the chosen alternative among the alternatives of each sample, integers `[B]`, by name in `choose`;
                 0 by default.
 
@@ -315,7 +315,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         collate: str | Pad | Mapping[str, str | Pad] = "stack",
         pad_value: PadValue = 0,
     ) -> dict[str, Any]:
-        """Return the tensors of a batch by name, without its other values. Arguments and errors are those of `read_batch`.
+        """Return the tensors of a batch by name, without its other values. Arguments and errors are as for `read_batch`.
 
         Args:
             collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and
@@ -501,7 +501,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         self._wanted, self._optional = wanted, tuple(optional)
         self.__dict__.pop("_structures", None)
 
-    # What batches need is imported on first use: half of the modules of a cache.
+    # These modules are imported on first use: only batches need them, and they are half of the modules of a cache.
 
     @cached_property
     def _structures(self) -> Structures:
@@ -532,7 +532,7 @@ class TensorCache(Cache[_Sample]):
         optional: tuple[str, ...] = (),
     ) -> None:
         self._store = store
-        self._names = names  # of tensors whose places every batch has, selected or not
+        self._names = names  # of tensors that have a place in every batch, selected or not
         everything = range(len(store))
         self._order = None if isinstance(order, range) and order == everything else order  # None for all samples
         self._where: Positions = everything if self._order is None else self._order
@@ -575,7 +575,7 @@ class TensorCache(Cache[_Sample]):
     def select(self, patterns: str | Iterable[str]) -> TensorCache[_Sample]:
         patterns = as_patterns(patterns)
         first = self._where[:1] if self._store.has_remote and self._patterns is None and len(self) else self._where
-        schema = schema_of(self._store, first)  # at urls, the names of all shards would cost a request for each
+        schema = schema_of(self._store, first)  # at urls, the names in all shards would cost a request for each shard
         if len(first) < len(self) and find_unknown(patterns, schema) is not None:
             first, schema = self._where, schema_of(self._store, self._where)
         names = list(filter(self._wanted, schema))

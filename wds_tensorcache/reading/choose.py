@@ -41,12 +41,12 @@ Array = np.ndarray[Any, Any]
 # alternatives by name, or by a tuple of names that are chosen together
 Choose: TypeAlias = "Mapping[Any, Any]"
 # Called with a group, the number of alternatives of each sample, and a function that returns the edges of each sample's
-# alternatives, for a group with weights; returns the index of the chosen one, int64 [B].
+# alternatives, for a group with weights; returns the index of the chosen alternative, int64 [B].
 Chooser: TypeAlias = "Callable[[Group, Array, Callable[[], list[_Edges]]], Array]"
 # For each alternative of a sample, the end of its part of [0, 1); () if all parts have the same length.
 _Edges: TypeAlias = "tuple[float, ...]"
-# Number of each pattern that matches an alternative, with the parts of its name that wildcards match. It pairs names that are
-# chosen together.
+# (index of a pattern, parts of an alternative's name that its wildcards match) for each pattern that matches the alternative.
+# Names that are chosen together are paired by it.
 _Match: TypeAlias = "tuple[tuple[int, tuple[str, ...]], ...]"
 _WILDCARD = re.compile(r"\*|\?|\[!?\]?[^\]]*\]")
 _POSITIONAL = re.compile(r"(^|\.)@\d+(\.|$)|~\d+$")  # a part of a name that depends on the order of the keys in a dict
@@ -103,8 +103,8 @@ class Group:
         """Return the edges of each sample's alternatives.
 
         Args:
-            distinct: Alternatives of a sample, for a name in the batch that has any.
-            which: Index into `distinct` of each sample.
+            distinct: The distinct sets of alternatives of the samples.
+            which: Index into `distinct` for each sample.
             key: Function from an index into `distinct` to the key of a sample, for errors.
         """
         edges: list[_Edges] = []
@@ -168,7 +168,7 @@ class Alternatives:
 
     @cached_property
     def covers(self) -> Wanted:
-        """Predicate of tensor names: whether the tensor is an alternative."""
+        """Function that returns whether the tensor with this name is an alternative."""
         return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
 
     def check(self, cache: Any) -> None:
@@ -296,7 +296,7 @@ def _edges(weights: tuple[float, ...], matches: tuple[_Match, ...]) -> _Edges | 
 
 
 def _expand(patterns: Sequence[str], names: Collection[str]) -> dict[_Match, str]:
-    """Return the names that match patterns, each once, in the order of the patterns, by their matches.
+    """Return the names that match patterns, by their matches, in the order of the patterns, without repetitions.
 
     The names that match one pattern are in natural order: `captions.2` before `captions.10`.
     """
@@ -454,11 +454,11 @@ class ChosenRequest(Request):
         base: The request for whole samples.
         alternatives, chooser: Alternatives to choose from, and the function that chooses.
         picked: Layouts of the samples, with the chosen tensors.
-        firsts: By group with values, the alternatives of each sample, for the first name of the group that has any.
+        firsts: For each group with values, the alternatives of each sample, for the first name that has alternatives.
         choices: By group, the choice of each sample, int64 `[B]`. Groups without tensors are missing until `values` is called.
         of_values: Name, group and patterns of alternatives that are not tensors.
         known_values: Result of `values`; empty until it is called.
-        decoded: The values of the batch; None if it was not read.
+        decoded: The values of the batch; None if the batch was not read.
     """
 
     base: Request
@@ -489,7 +489,7 @@ class ChosenRequest(Request):
         for name, group, patterns in self.of_values:
             find, expand, rows = partial(_values, patterns=patterns), lru_cache(partial(_expand, patterns)), list[Any]()
             if not samples:
-                with suppress(BatchError, NewNames):  # no structure is that of all samples, or there is no list
+                with suppress(BatchError, NewNames):  # structures differ, an index lacks names, or a value is no list
                     decoded = decoded or Decoded(self, self.picked)
                     rows = decoded.find(find)
             rows = rows or list(map(find, samples or self.rows.samples()))
@@ -623,7 +623,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
 def _find_first(
     stored: Layouts, at: int, group: Group, available: Mapping[str, dict[_Match, str]]
 ) -> dict[_Match, str]:
-    """Return the alternatives of the first name that has any."""
+    """Return the alternatives of the first name in a group that has alternatives."""
     for name in group.names:
         if available[name]:
             return available[name]
@@ -636,7 +636,7 @@ def _check_pairs(key: str, group: Group, first: dict[_Match, str], other: dict[_
     if first.keys() == other.keys() and not any(map(_POSITIONAL.search, parts)):
         return
     names = (
-        list_names([own[match] for match in sorted(own, key=beside.__contains__)])  # those without a partner come first
+        list_names([own[match] for match in sorted(own, key=beside.__contains__)])  # alternatives without partner first
         for own, beside in ((first, other), (other, first))
     )
     raise BatchError(
@@ -686,7 +686,7 @@ class _Rest(Structures):
         return kept[1]
 
     def whole(self, sample: Any) -> Any:
-        """Return a sample without its alternatives, None in their places, and containers that held nothing else."""
+        """Return a sample without its alternatives; drop None in their places, and containers that held only alternatives."""
         kept = project(super().whole(sample), lambda name: not self._alternatives.covers(name), prunes=True)
         if kept is None and type(sample) is dict:
             kept = {}

@@ -49,7 +49,7 @@ def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
     Args:
         to: Length after padding, so that all batches have one shape. Or ascending lengths such as `[64, 128, 256]`: each batch
             gets the smallest length that fits, so that batches have few shapes. By default, the length of the longest tensor in
-            the batch. A tensor that is longer than all of these raises BatchError.
+            the batch. A tensor that is longer than all these lengths raises BatchError.
         value: Number that fills the padding of each tensor; texts and dates are filled with zero bytes.
 
     Raises:

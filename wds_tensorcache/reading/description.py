@@ -140,7 +140,7 @@ def _limit_lines(lines: Iterable[str], count: int) -> Iterator[str]:
 
 def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
     """Return a value as Python writes it, in about `limit` characters."""
-    # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than it.
+    # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than the container.
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:limit]) + "…" * (len(value) > limit)
     if isinstance(value, int) and value.bit_length() > min(_MAX_BITS, 3 * limit):  # so that no digits are cut off

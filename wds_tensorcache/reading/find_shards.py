@@ -189,7 +189,7 @@ def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) ->
     """Return a message about tars of a local folder that are not `listed`, or `""`."""
     try:
         names = os.listdir(folder)
-    except OSError:  # its files may be readable
+    except OSError:  # the folder cannot be listed, but its files may be readable
         return ""
     packed = [os.path.join(folder, name) for name in sorted(filter(_is_packed, names))]
     unlisted: list[str] = []
@@ -200,15 +200,15 @@ def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) ->
     if unlisted:
         from wds_tensorcache.storage.locks import is_being_written
 
-        # A writer names a shard before it lists it. If no writer is active now, those that named shards have ended, so
-        # the manifest, read again, lists them; unless they were killed.
+        # A writer renames a shard before it lists the shard in the manifest. If no writer is active now, the manifest, read
+        # again, lists all shards except those of killed writers.
         if is_being_written(folder):
             unlisted = []
         else:
             manifest = os.path.join(folder, MANIFEST)
             listed = [shard.path for shard in locate_shards(manifest, read_manifest(manifest)[0]) if not shard.error]
     if not unlisted and not packed:
-        return ""  # so that no file is looked at
+        return ""  # saves a stat of each file
     identities = {file_identity(path) for path in listed if os.path.exists(path)}  # links have other names
     unlisted, packed = (
         [path for path in paths if os.path.isfile(path) and file_identity(path) not in identities]

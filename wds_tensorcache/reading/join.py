@@ -96,7 +96,7 @@ def join(
             parts.append(cache if isinstance(cache, Cache) else opened.enter_context(open(cache)))
         joined: JoinedCache = JoinedCache(_match(parts, names, how, maps), tuple(names) if is_named else None)
         if not is_named and len(parts) > 1 and len(joined):
-            joined._sample(0)  # its caches may have names in common
+            joined._sample(0)  # raises BatchError if the caches have names in common
         opened.pop_all()
     return joined
 

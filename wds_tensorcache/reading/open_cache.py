@@ -45,8 +45,8 @@ def open(
 
     Args:
         source: A folder, a manifest, a shard, a pattern (`"train-{000000..000099}.tar"`, `"train-*.tar"`), or a list of
-            sources. A folder stands for its `manifest.json`, or else for its `*.tar` in the order of their names. Each may be a
-            local path, or a url that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are
+            sources. A folder stands for its `manifest.json`, or else for its `*.tar` in the order of their names. A source may
+            be a local path, or a url that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are
             uncompressed tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in the
             names of the files that it leads to. If you list a shard twice, or a folder contains it under two names, its samples
             occur twice.
@@ -74,14 +74,14 @@ def open(
             used shards are removed. With None, they may fill the disk up to the last fiftieth.
 
     Raises:
-        FileNotFoundError: A file does not exist, or there are no shards. It is a MissingShardError if a manifest lists a shard
-            that does not exist.
+        FileNotFoundError: A file does not exist, or there are no shards. If a manifest lists a missing shard, the error is a
+            MissingShardError.
         FormatError: A shard or manifest is damaged, or they do not match. A local manifest lists a url, or a remote manifest
             lists a file outside its folder. Or a manifest lists a file twice, perhaps under two names.
         RemoteError: A request to a server failed; a later read of a remote shard may raise it, too.
         StaleCacheError: The fingerprint of a shard does not match `expect`, or is missing.
         KeyError: No shard has a cache with this name; or `cache` is omitted, and the shards have several caches.
-        ImportError: A url needs a package that is not installed; the message says which extra to install.
+        ImportError: A url needs a package that is not installed; the message names the extra to install.
         NotImplementedError, OSError: `cache_dir` needs Linux; or it is not a folder that only this user can write.
         TypeError, ValueError: An argument is invalid; or `cache_dir` is on a network file system.
     """
@@ -93,7 +93,7 @@ def open(
     if cache_dir is None and cache_nbytes is not None:
         raise ValueError(f"cache_nbytes={cache_nbytes} needs cache_dir=, the folder whose length it limits")
     listing = find_shards(source)
-    places = {shard.path: shard for shard in listing.shards}  # a shard may be there twice
+    places = {shard.path: shard for shard in listing.shards}  # the listing may contain a shard twice
     remote_indexes = node_cache = None
     if any(map(is_url, places)):
         remote_indexes = _remote_indexes(index_folder, keep_indexes)
@@ -110,7 +110,7 @@ def open(
         for path, place in places.items():
             if place.entry is not None and is_url(path):
                 files.expect(path, place.manifest, nbytes=place.entry.nbytes)
-        # the manifest lists the caches; without one, the indexes do
+        # the manifest lists the caches; without a manifest, the indexes do
         listed = {path: place.entry for path, place in places.items() if place.entry and place.entry.caches is not None}
         loaded = {
             path: Shard(path, "", entry=place.entry, **options) for path, place in places.items() if path not in listed

@@ -15,7 +15,7 @@ from wds_tensorcache.shards.shard import Shard
 
 Array = np.ndarray[Any, Any]
 Positions: TypeAlias = "range | Array"  # positions in the store; an array is int64
-_SHARDS_AHEAD = 64  # of which `in_order` loads the indexes at a time
+_SHARDS_AHEAD = 64  # shards whose indexes `in_order` loads at a time
 
 
 def take(positions: Positions, numbers: Any) -> Positions:
@@ -111,7 +111,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
     if isinstance(indices, torch.Tensor):
         indices = indices.numpy(force=True)
     indices = indices if isinstance(indices, (np.ndarray, list)) else list(indices)
-    numbers = np.array(indices)  # a copy: values are decoded later, and the caller may change the array meanwhile
+    numbers = np.array(indices)  # a copy: the caller may change the array before values are decoded
     if numbers.dtype.kind in "UO":
         indices = [find(index) if isinstance(index, str) else index for index in indices]
         numbers = np.asarray(indices)

@@ -61,7 +61,7 @@ def _find_copies(store: Store, numbers: Sequence[int]) -> dict[int, BlockFile] |
             local = remote.cache.find_local(remote, now_s) if isinstance(remote, CachedFile) else None
             if local is None:
                 return None
-            if local.leading_nbytes() >= store.shards[number].index.end:  # what follows the samples is not needed
+            if local.leading_nbytes() >= store.shards[number].index.end:  # the bytes after the samples are not needed
                 if store.files.may_map:
                     local.allow_map()
                 store.whole_copies[number] = weakref.ref(local)

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.shard import Shard
 
 Array = np.ndarray[Any, Any]
 DType: TypeAlias = "torch.dtype | np.dtype[np.generic]"
-# a tensor's name, its reference in a sample, distinct shapes, int64 `[n, ndim]`, and the number of samples of each
+# a tensor's name, its reference in a sample, distinct shapes, int64 `[n, ndim]`, and the number of samples of each shape
 Tensor: TypeAlias = "tuple[str, Reference, Array, Array]"
 
 

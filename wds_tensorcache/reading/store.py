@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wds_tensorcache.storage.node_cache.block_file import BlockFile
 
 Array = np.ndarray[Any, Any]
-_MAX_VALUES_NBYTES = 1 << 26  # of a cache
+_MAX_VALUES_NBYTES = 1 << 26  # of the kept values of a cache
 _VALUES_NBYTES = 150  # of a sample's values in memory, beyond the length of its skeleton
 _NO_VALUES: Mapping[int, tuple[Any, ...]] = {}
 
@@ -50,7 +50,7 @@ class KeptValues:
         """Keep the values of a sample whose skeleton has `nbytes` bytes, if there is room."""
         if self._left_nbytes > 0:
             self._left_nbytes -= nbytes + _VALUES_NBYTES
-            self._values.setdefault((number, template), {})[row] = tuple(values)  # the collector leaves out such tuples
+            self._values.setdefault((number, template), {})[row] = tuple(values)  # garbage collections skip them
 
 
 class Store:
@@ -80,7 +80,7 @@ class Store:
         )
         self._starts = self.starts.tolist()
         self.number_dtype = np.min_scalar_type(len(self.shards))
-        # numbers of the remote shards, as a mask over all shards, and of those whose indexes are not loaded yet
+        # a mask over all shards, True for remote shards; and the numbers of remote shards whose indexes are not loaded
         self.are_remote = np.array([shard.is_remote for shard in self.shards], np.bool_)
         self.has_remote = bool(self.are_remote.any())
         self._unloaded = {number for number, shard in enumerate(self.shards) if shard.is_remote and not shard.is_loaded}
@@ -126,7 +126,7 @@ class Store:
             shard = self.shards[number]
             for form, row in shard.forms() if shard.index.layouts.further is None else ():
                 if form not in self._has_names:
-                    with contextlib.suppress(FormatError):  # reading the sample raises it
+                    with contextlib.suppress(FormatError):  # reading the sample raises it again
                         self._has_names[form] = bool(further_names(shard.sample(row)))
                 if self._has_names.get(form):
                     self.shards[number] = shard.with_names()
@@ -191,7 +191,7 @@ def load_indexes(shards: Iterable[Shard]) -> None:
     if len(waiting) > 1:
         from wds_tensorcache.storage.remote.fetch import run_all
 
-        # A scan has its own threads, which need threads of the pool. If all of those ran scans, none would end.
+        # A scan waits for requests on other threads of the pool. If all threads of the pool ran scans, no scan would end.
         run_all([partial(shard.load, may_scan=False) for shard in waiting])
     for shard in waiting:
         shard.load()

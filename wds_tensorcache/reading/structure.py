@@ -40,7 +40,7 @@ def insert(sample: Any, name: str, donor: Any = None) -> Any:
     """Return a sample with a placeholder tensor at the path `name`, where the sample has None or nothing.
 
     Args:
-        donor: A sample with this tensor. A name does not tell whether the key of a dict is `7` or `"7"`; the donor does.
+        donor: A sample with this tensor. A name does not show whether the key of a dict is `7` or `"7"`; the donor does.
 
     Raises:
         ValueError: Another value has this path, the path leads through a value that is not a container, or the path needs a
@@ -105,7 +105,7 @@ def put(sample: Any, name: str, value: Any) -> None:
     parts = name.split(".")
     for part, after in pairwise(parts):
         key = _key_of(part)
-        if type(container) in DICTS and not after.isdecimal():  # a number may be the index of a list that has gone
+        if type(container) in DICTS and not after.isdecimal():  # a number may be the index of a list that was removed
             container.setdefault(key, {})
         container = container.get(key) if type(container) in DICTS else None
     key = _key_of(parts[-1])
@@ -192,7 +192,8 @@ class _Difference:
     def __init__(self, other: Any, wanted: Wanted | None) -> None:
         self._other, self._wanted = other, wanted
         self._holds = Holding()
-        self._met: dict[int, tuple[Any, Path]] = {}  # id of a container in the first -> the other's, and its path
+        # id of a container in `first` -> the container in `other`, and its path
+        self._met: dict[int, tuple[Any, Path]] = {}
 
     def _kind(self, value: Any) -> Any:
         """Return the name of a wanted tensor, "" for any other tensor, the type of a copied container, or else None."""

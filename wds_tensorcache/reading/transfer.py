@@ -29,7 +29,7 @@ _PARTS = {
 
 
 class Transfer:
-    """The copies that make up one batch on a device, and an event after the last of them.
+    """The copies that make up one batch on a device, and an event after the last copy.
 
     A thread that reads ahead makes the batch inside `with transfer.copying():`. The thread that uses the batch calls
     `hand_over` when it receives the batch. Until then, no stream waits for the copies. On any device other than a GPU, both do
@@ -142,8 +142,8 @@ def copying_stream(device: torch.device | str | None) -> Any:
     key = _with_index(torch.device("cuda" if device is None else device))
     stream = _STREAMS.get(key)
     if stream is None:
-        # Of each priority, torch has 32 streams, and gives them out in turn. Training seldom uses those of high priority, so
-        # copies share none with it.
+        # torch has 32 streams of each priority, and hands them out in turn. Training seldom uses a high priority, so copies
+        # share no stream with training.
         stream = _STREAMS.setdefault(key, torch.cuda.Stream(key, priority=-1))  # type: ignore[no-untyped-call]
     return stream
 

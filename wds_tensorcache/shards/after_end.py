@@ -91,7 +91,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     later = max((trailer.end for trailer in trailers), default=0)
     if later > end:
         refuse(f"zeros, although an index says that the archive ends at byte {later}", end)
-    # if zeros have overwritten members, only the manifest lists them, and a tool replaces it
+    # if zeros have overwritten members, only the manifest lists them, until a command replaces the manifest
     if stop - end >= _MIN_LOST_NBYTES and (lost := _find_lost(file.path, end, file.nbytes, num_samples)) is not None:
         raise lost
 

@@ -8,7 +8,7 @@ from wds_tensorcache.errors import FormatError
 
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
-# The objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), those of JSON and MessagePack up
+# The objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), objects of JSON and MessagePack up
 # to 70, and gzip packs 1,000 of these bytes into one. So compressed members have lower limits: the option divided by the first
 # number, or the compressed bytes times the second.
 _PICKLE, _JSON = (64, 8), (8, _MAX_RATIO)
@@ -32,10 +32,7 @@ def max_expanded(stored_nbytes: int, max_expanded_nbytes: int = MAX_EXPANDED_NBY
 
 
 def check_objects(name: str, nbytes: int, stored_nbytes: int, max_expanded_nbytes: int, functions: str) -> None:
-    """Raise FormatError if a member is too long for the number of its compressed bytes.
-
-    Members that become objects have lower limits.
-    """
+    """Raise FormatError if a member is too long for its compressed bytes; members that become objects have lower limits."""
     extension = name.rpartition(".")[2].lower()
     share, ratio = _OBJECTS.get(extension, (1, _MAX_RATIO))
     limit = max(max_expanded_nbytes // share, ratio * stored_nbytes)

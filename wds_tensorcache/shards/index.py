@@ -58,11 +58,11 @@ class LayoutTable:
     """The layouts of a shard, and their forms."""
 
     forms: tuple[Form, ...]
-    references: tuple[tuple[str, ...] | None, ...]  # of each form: texts in skeletons for its tensors; None if unknown
+    references: tuple[tuple[str, ...] | None, ...]  # by form, strings of its tensors in skeletons; None if unknown
     form: Array  # number of the form of each layout
     data_begin: Array  # offset of the first tensor in the member
     dims: Array  # all shapes, layout after layout
-    # of each form: the further names of its tensors; None if an old writer has not listed them, but there may be some
+    # for each form, the further names of its tensors; None if an old writer did not list further names
     further: tuple[Further, ...] | None = None
     dims_begin: Array = field(init=False)
     nbytes: Array = field(init=False)  # length of the whole member
@@ -118,12 +118,12 @@ class LayoutTable:
 class CacheColumns:
     """One cache of a shard. Offsets are in bytes, from the start of the shard to the contents of the members."""
 
-    rows: Array | None  # numbers of the samples that have this cache, ascending; None if all have it
+    rows: Array | None  # numbers of the samples that have this cache, ascending; None if all samples have it
     skeleton_begin: Array
     skeleton_nbytes: Array
     tensors_begin: Array
     layout: Array  # numbers in the layout table
-    digest: Array  # as each `.safetensors` member declares it; 0 if it declares none
+    digest: Array  # the digest that each `.safetensors` member declares; 0 if it declares none
 
     def __len__(self) -> int:
         return len(self.layout)
@@ -243,10 +243,7 @@ class ShardIndex:
         return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Origins | None:
-        """Return the origins of the samples with these keys, in this order.
-
-        The origin of a key that the index does not contain is unknown.
-        """
+        """Return the origins of the samples with these keys, in this order; unknown for keys that are not in the index."""
         if self.origins is None:
             return None
         rows = {key: row for row, key in enumerate(self.keys)}
@@ -287,7 +284,7 @@ class ShardIndex:
         Hazard: an index may be hostile.
         """
         num_samples = len(self.keys)
-        # first: the lengths of keys with ends of 2^63 or more could be wrong
+        # checked first: with ends of 2^63 or more, the lengths of keys could be wrong
         last = self.keys.ends.max().item() if num_samples else 0
         _refuse(last != len(self.keys.text), "keys that overlap")
         lengths = self.keys.lengths()

@@ -29,8 +29,8 @@ _VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30
 _MAX_LINE_NBYTES = 1 << 16
 _SUFFIX = ".kept"
-_MIN_FILES = 8  # a longer index than this share of the folder is not kept
-_PRUNES_EVERY = 64  # about one write of so many looks at the length of the folder
+_MIN_FILES = 8  # an index that takes more than this part of `max_nbytes` is not kept
+_PRUNES_EVERY = 64  # about one of this many writes adds up the files
 
 
 def default_folder() -> str | None:
@@ -86,7 +86,7 @@ class KeptIndexes:
             if head == _head(url, info, head["digest"]):
                 index = parse_index(content[len(line) + 1 :], info.nbytes)
                 index = index and replace(index, digest=head["digest"])
-                os.utime(file.path)  # recently used
+                os.utime(file.path)  # marks the file as recently used
         return index
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:

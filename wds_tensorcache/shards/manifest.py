@@ -39,7 +39,7 @@ class ShardEntry:
     """The entry of one shard in a manifest; `url` is relative to the manifest's folder. Unknown fields are None."""
 
     url: str
-    num_samples: int  # also those without a cache
+    num_samples: int  # including samples without a cache
     nbytes: int  # length of the whole file
     digest: str | None = None  # of the index, as of `stored_digest`
     # numbers of samples by name of the cache, and fingerprint: only `locate_shards` sets these
@@ -47,10 +47,7 @@ class ShardEntry:
     fingerprint: Mapping[str, Any] | None = None
 
     def is_listed(self, listed: ShardEntry | None) -> bool:
-        """Return whether `listed`, the entry in a manifest, equals this entry except for the digest.
-
-        Earlier writers listed no digests.
-        """
+        """Return whether `listed`, the entry in a manifest, equals this entry except for the digest, which old writers omit."""
         return listed is not None and replace(listed, digest=self.digest) == self
 
 
@@ -225,7 +222,7 @@ def are_counts(counts: Any) -> bool:
 
 
 def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
-    # Small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each.
+    # Small values take up to 30 times their bytes as objects. The entry of a shard has 8 bytes or more for each value.
     num_values = sum(map(content.count, (b"{", b"[", b",", b":")))
     if num_values > _NUM_SHORT + len(content) // _MIN_VALUE_NBYTES:
         problem = f"{num_values:,} keys, values and containers in {len(content):,} bytes, more than the limit"

@@ -33,7 +33,7 @@ class MemberSample(dict[str, Any]):
 
 
 class MemberShard(Shard):
-    """A shard without a cache. The bytes from a sample's first member to its last one take the place of its skeleton."""
+    """A shard without a cache. The bytes from a sample's first member to its last member take the place of its skeleton."""
 
     has_cache = False
 

@@ -30,7 +30,7 @@ _KEY_AND_SUFFIX = re.compile(r"(?:\./)*((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTAL
 _DOTS = re.compile(rb"\A(?:\./)+")
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SAFE_LENGTH = MAX_MEMBER_NBYTES - len("." + TENSORS)
-_HASHED_LENGTH = 80  # as in all versions: a resumed build or import must find the keys that an earlier version made
+_HASHED_LENGTH = 80  # the same in all versions: resumed builds and imports must find keys of earlier versions
 _UNSAFE = re.compile(r"[^A-Za-z0-9_/-]|(?<![^/])/|/(?![^/])|^_(?=_)")
 _EMPTY, _HASHED = "%empty", "%-"  # after `%`, escapes have two hexadecimal digits
 _IS_HASHED = re.compile(f".*{_HASHED}[0-9a-f]{{40}}", re.DOTALL).fullmatch
@@ -114,7 +114,7 @@ def hashed_key(name: str) -> NamedKey:
 
 def older_key(key: str) -> str | None:
     """Return the key that earlier versions of `safe_key` made of a key's name; None if it is the same key."""
-    # they hashed all names whose key would have more than 80 characters
+    # earlier versions hashed all names whose key would have more than 80 characters
     with contextlib.suppress(InvalidKeyError):
         if _HASHED_LENGTH < len(key) <= _SAFE_LENGTH:
             return str(hashed_key(original_name(key)))
@@ -213,10 +213,7 @@ def is_cache_name(name: str) -> bool:
 
 
 def cache_of_field(field: str) -> str | None:
-    """Return the name of the cache in a field `NAME.tensorcache`, and "" for `tensorcache`; None for other fields.
-
-    The name is not checked.
-    """
+    """Return the unchecked name of the cache in a field `NAME.tensorcache`; "" for `tensorcache`, None for other fields."""
     if field == FIELD:
         return ""
     return field[: -len(FIELD) - 1] if field.endswith("." + FIELD) else None

@@ -16,12 +16,12 @@ from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.remote.remote_file import RemoteFile, read_whole
 from wds_tensorcache.storage.urls import keep_secrets, name_of
 
-_TAIL_NBYTES = 1 << 16  # of a shard whose number of samples is unknown
+_TAIL_NBYTES = 1 << 16  # first read of a shard whose number of samples is unknown
 _BASE_NBYTES = 1 << 14
 _SAMPLE_NBYTES = 64  # an index takes 30 to 60 bytes a sample; a tail that is too short costs a second request
 _MAX_TAIL_NBYTES = 1 << 22
 _MAX_INDEX_NBYTES = 1 << 28  # of a sidecar
-_DENIED = (401, 403)  # of stores that do not tell a missing object from one that may not be read
+_DENIED = (401, 403)  # of stores that do not distinguish missing objects from forbidden objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class RemoteIndexes:
     def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
         """Return the index of a shard; None if only a scan of the whole shard would give it, and `may_scan` is False.
 
-        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines how many
-        bytes are requested.
+        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines the
+        number of requested bytes.
 
         Raises:
             MissingShardError: The shard does not exist.
@@ -89,7 +89,7 @@ class RemoteIndexes:
             check_sidecar(index, file)
         except FormatError as exc:
             raise exc.at(file.path) from exc
-        # a manifest lists the digest of the index in or next to the shard; this one may have been made by another tool
+        # a manifest lists the digest of the index in or next to the shard; another tool may have made this index
         return replace(index, digest=None)
 
 

@@ -146,7 +146,7 @@ class Shard:
         # setattr, because using `__dict__` would slow down every later access to an attribute
         loaded = {"columns": columns, "_template_numbers": np.zeros(len(columns), np.uint8)}
         loaded["layout_of_all"] = index.layouts[0] if len(index.layouts) == 1 else None
-        loaded["index"] = index  # the last one: other threads look for it
+        loaded["index"] = index  # set last: other threads look for it
         for name, value in loaded.items():
             setattr(self, name, value)
 
@@ -287,10 +287,7 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def find_members(self, rows: Array, suffix: str) -> Array:
-        """Return the position of each sample's member among the members with this suffix.
-
-        The position is -1 for a sample without such a member.
-        """
+        """Return the position of each sample's member among the members with this suffix; -1 if the sample lacks it."""
         members = self.index.members.get(suffix)
         samples = rows if self.columns.rows is None else self.columns.rows[rows]
         return np.full(len(rows), -1) if members is None else members.find(samples)
@@ -319,7 +316,7 @@ class Shard:
         # lengths and digests of the tensors, as preambles store them
         bound = np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).tobytes()
         skeletons, bodies = [], []
-        # One slice or read per sample. `skeleton` checks preambles that differ from those of our writer.
+        # One slice or read per sample. `skeleton` checks preambles that differ from our writer's preambles.
         for i, skeleton in enumerate(fetched):
             body = PREAMBLE_NBYTES
             if not is_preamble(skeleton, bound[16 * i : 16 * i + 16]):
@@ -390,7 +387,7 @@ class _UnpickledFile:
             return Files(identities={self.path: self._identity}).get(self.path)
         file = _unpickled_files.get(self.path)
         if file is None or file.identity != self._identity:
-            # it may have been replaced on disk
+            # another file may have replaced it on disk
             file = _unpickled_files[self.path] = Files().get(self.path)
         if file.identity != self._identity:
             raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)

@@ -22,7 +22,7 @@ Records = dict[bytes, bytes]
 _MAX_OCTAL_NBYTES = 8**11  # 11 octal digits: from 8 GiB on, a pax record is needed
 _MAX_RECORDS_NBYTES = 1 << 20
 _MAX_FIELD_NBYTES = 100
-_MAX_NAME_NBYTES = 1 << 14  # limits names, since one in a global pax header costs time for each later member
+_MAX_NAME_NBYTES = 1 << 14  # a longer name in a global pax header would cost time for each later member
 _MAX_EXTENDED_BLOCKS = 10  # `names_of` searches fewer blocks than this before a member's content
 _MAX_WINDOW_NBYTES = 1 << 18
 _MIN_WINDOW_NBYTES = 1 << 13
@@ -64,7 +64,7 @@ _AGAIN, _IMPORT = (
     "download the shard again",
     "`tensorcache import` (tc.import_cache) makes shards of a folder of such files",
 )
-# by a pattern of the first bytes: the kind of file, and what to do
+# pattern of the first bytes -> kind of the file, and the remedy
 _OTHER_FILES = {
     re.compile(pattern, re.DOTALL | re.IGNORECASE).match: advice
     for pattern, advice in {
@@ -190,8 +190,8 @@ def _refuse_other_file(head: bytes) -> None:
 
 
 def unpack_remedy(compression: str, tars: str, source: str) -> str:
-    """Return what to do with compressed tars; `source` is their path or pattern in a Python call."""
-    # streams expand what Python's own modules can expand
+    """Return the remedy for compressed tars; `source` is their path or pattern in a Python call."""
+    # streams expand the formats that Python's own modules can expand
     source = source if compression in ("gzip", "bzip2", "xz") else f"['pipe:{compression} -dc PATH', …]"
     return f"unpack {tars} with `{_UNPACKERS[compression]}`, or read {tars} as a stream: tc.ResumablePipeline({source})"
 
@@ -339,7 +339,7 @@ class Scanner:
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         # Hot path: with small members, the number of Python operations determines the speed, so an ordinary header takes one
         # struct, one int and one checksum. `Headers.parse` handles each header whose fields after the checksum (type, link,
-        # owner, prefix) differ from those of the last ordinary header, and all that are unusual in another way.
+        # owner, prefix) differ from those of the last ordinary header, and all other unusual headers.
         headers = Headers(self.peek, self._nbytes)
         window, base, last = b"", 0, -1  # `last`: the last offset at which the window contains a whole header
         known_rest, known_sum = b"", 0
@@ -389,8 +389,8 @@ class Scanner:
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
     """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
 
-    The file has `nbytes` bytes. Extended headers before the member's own header may change its name, and it is unknown how many
-    there are. So the function tries every possible first header.
+    The file has `nbytes` bytes. Extended headers before the member's own header may change its name, and their number is
+    unknown. So the function tries every possible first header.
     """
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         first, headers = begin - blocks * BLOCK, Headers(read, nbytes)

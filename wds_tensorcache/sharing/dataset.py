@@ -54,9 +54,9 @@ class SharedDataset(Cache[Any]):
     """A map-style dataset whose samples are loaded once, then shared by all processes of this machine.
 
     The first access to a sample, by any process, loads it from `dataset` and encodes it into shared memory. Every later access
-    returns it from there, with lazy tensors and without a lock. The memory is freed when the last process that holds it is
-    gone, even if that process was killed. A SharedDataset is a `Cache`, with batches and views, and `tc.Loader` takes it. The
-    key of a sample is its index in `dataset` as a string.
+    returns the sample from there, with lazy tensors and without a lock. The memory is freed when the last process that holds it
+    is gone, even if that process was killed. A SharedDataset is a `Cache`, with batches and views, and `tc.Loader` takes it.
+    The key of a sample is its index in `dataset` as a string.
 
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
@@ -239,8 +239,8 @@ class SharedDataset(Cache[Any]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, like `Cache.select`.
 
-        Names are known only for loaded samples. So a pattern that matches no known name is an error only if all samples of this
-        view are in shared memory. No sample is loaded.
+        Names are known only for loaded samples. So a pattern that matches no known name raises KeyError only if all samples of
+        this view are in shared memory. No sample is loaded.
 
         Cost: if all samples are in shared memory, parses samples until each pattern has matched.
         """

@@ -36,7 +36,7 @@ _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8
 # A process that is opening a folder may hold the lock for longer. Then the reaper, or that process, removes the folder.
 _LEAVE_S = 0.1
-# the last one is missing in older releases of torch
+# the last class is missing in older releases of torch
 _WRAPPERS = tuple(
     getattr(torch.utils.data, name)
     for name in ("Subset", "ConcatDataset", "StackDataset")

@@ -45,7 +45,7 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
     """
     infos = []
     for path in find_folders(base_folder(directory)):
-        # Leave out folders that another process is making or removing, and damaged ones: opening such a name raises the error.
+        # Leave out damaged folders, which `SharedDataset` reports, and folders that another process is making or removing.
         with suppress(OSError, ValueError):
             head = read_head(path)
             table = Table(os.path.join(path, TABLE), head["fingerprint"]["length"])

@@ -25,7 +25,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
     """Remove a folder that no process holds, unless it is persistent. The caller has locked the parent folder.
 
     Returns:
-        False if a process holds it.
+        False if a process holds the folder.
 
     Raises:
         IsADirectoryError: The folder contains another folder; nothing is removed.
@@ -35,7 +35,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
     try:
         fd = os.open(os.path.join(folder, HOLDERS), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
-        fd = -1  # the process that was making it was killed
+        fd = -1  # the process that was making the folder was killed
     try:
         if fd >= 0 and not _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLK):
             return False
@@ -44,7 +44,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
             remove_folder(folder)
     finally:
         if fd >= 0:
-            # closing is not enough while a child, forked meanwhile by another thread, has the file open
+            # closing is not enough while a child that another thread has just forked has the file open
             _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
             os.close(fd)
     return True
@@ -53,7 +53,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
 def remove_folder(folder: str) -> None:
     """Remove a folder and its files; see `remove_if_abandoned`."""
     with os.scandir(folder) as entries:
-        # First `HEAD`: without it, a folder is removed by the next process if this one is killed.
+        # First `HEAD`: without it, a folder is removed by the next process if this process is killed.
         files = sorted(entries, key=lambda entry: entry.name != HEAD)
     for file in files:
         if file.is_dir(follow_symlinks=False):
@@ -94,7 +94,7 @@ def start_reaper(folder: str) -> Iterator[None]:
             )
         yield
     finally:
-        # Closing the pipe is not enough while a child, forked meanwhile by another thread, has it open.
+        # Closing the pipe is not enough while a child that another thread has just forked has it open.
         os.write(opened, b"\n")
         os.close(opened)
         os.close(gate)
@@ -119,7 +119,7 @@ def _lock(fd: int, begin: int, length: int, command: int, kind: int = fcntl.F_WR
 
 
 def _was_made_anew(fd: int, path: str) -> bool:
-    """Return whether `path` is another file than the open one; False if a killed process has removed it."""
+    """Return whether `path` is another file than the open file; False if a killed process has removed it."""
     try:
         return not os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -129,21 +129,21 @@ def _was_made_anew(fd: int, path: str) -> bool:
 def _reap(folder: str) -> None:
     """Wait until no process holds a folder, and remove it."""
     os.chdir("/")
-    os.read(0, 1)  # until the process that started this one holds the folder, or is gone
+    os.read(0, 1)  # until the process that started the reaper holds the folder, or is gone
     holders, fd = os.path.join(folder, HOLDERS), -1
     with suppress(FileNotFoundError):
         fd = os.open(holders, os.O_RDWR | os.O_NOFOLLOW)
     if fd >= 0 and not _lock(fd, _REAPER, 1, fcntl.F_OFD_SETLK):
         return
     if os.fork():
-        return  # for this, the process that started this one waits
+        return  # for this, the process that started the reaper waits
     base = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY)
     while True:
         if fd >= 0:
             _lock(fd, IN_USE, 1, fcntl.F_OFD_SETLKW)
             _lock(fd, IN_USE, 1, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
         fcntl.flock(base, fcntl.LOCK_EX)  # at the latest until this process ends
-        # A folder that was made anew has another reaper. One that a process has opened since then is waited for again.
+        # A folder that was made again has another reaper. If a process has opened the folder since then, wait again.
         if (fd >= 0 and _was_made_anew(fd, holders)) or remove_if_abandoned(folder) or fd < 0:
             return
         fcntl.flock(base, fcntl.LOCK_UN)

@@ -252,7 +252,7 @@ class Samples:
         locks = RangeLocks(self.folder.path_of(LOCKS))
         try:
             if not locks.lock(index, wait=wait and not loading):
-                # Deadlock of two samples that need each other. A thread that loads one never waits for another load.
+                # Deadlock of two samples that need each other. A thread that loads a sample never waits for another load.
                 return self._load_locked(index, None) if loading else None
             loading.add(index)
             try:

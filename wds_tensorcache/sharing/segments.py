@@ -25,18 +25,18 @@ from wds_tensorcache.storage.owned import explain_no_space, open_owned
 from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 
-# Bytes of the file `locks`. Byte `i` is the lock of sample `i`; these follow.
+# Bytes of the file `locks`. Byte `i` is the lock of sample `i`; other locks follow.
 _SPACE = 1 << 60  # the lock for adding segments, and for reserving bytes in them
-_WRITING = 1 << 61  # plus its number: the lock of a segment, held while a record is appended to it
+_WRITING = 1 << 61  # plus a segment's number: the lock of the segment, held while a record is appended
 
 _RECORD = Struct("<QQQ8x")  # index of the sample, bytes of the skeleton, bytes of the `.safetensors` member
 _DATA_ALIGN = 64
 _PAGE_NBYTES = mmap.PAGESIZE
 # Hazard: a process that writes into a view gets private copies of its pages, and never sees bytes appended to them later. So a
-# `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller ones.
+# `.safetensors` member of this size or more shares no page with other samples, and every hit copies smaller members.
 LARGE_NBYTES = 1 << 16
-# A new segment has 1/16 of `max_nbytes`. Without a limit, it has 1/16 of the bytes in use, but at least 64 MiB. One that is
-# added for a larger sample has the length of that sample.
+# A new segment has 1/16 of `max_nbytes`. Without a limit, it has 1/16 of the bytes in use, but at least 64 MiB. A segment that
+# is added for a larger sample has the length of that sample.
 _MIN_SEGMENT_NBYTES = 1 << 26
 _MAX_PART = 16
 
@@ -94,7 +94,7 @@ class Segments:
 
     def __init__(self, folder: str, table: Table, max_nbytes: int | None, pool: Pool) -> None:
         self._folder, self._table, self._pool, self._max_nbytes = folder, table, pool, max_nbytes
-        # Another program may delete the folder, and a process make another one with its path. So files are opened in this one.
+        # Another program may delete the folder, and a process may make it again. So files are opened through this descriptor.
         self._dir = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._dir).atexit = False
         self._maps: dict[int, tuple[memoryview, Array]] = {}  # by number of the segment; both have the same bytes
@@ -168,7 +168,7 @@ class Segments:
         to_tensors = _RECORD.size + len(skeleton)
         # large members begin and end at page boundaries
         align, end_align = (_PAGE_NBYTES, _PAGE_NBYTES) if nbytes >= LARGE_NBYTES else (_DATA_ALIGN, ALIGN)
-        length = to_tensors + align + nbytes + end_align  # the most that it can take, wherever it begins
+        length = to_tensors + align + nbytes + end_align  # the most that the record can take, wherever it begins
         if length > MAX_SEGMENT_NBYTES:
             raise Full(f"a sample of {nbytes:,} bytes is too large")
         try:

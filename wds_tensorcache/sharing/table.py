@@ -22,7 +22,7 @@ TABLE = "table"  # name of the file
 ALIGN = 16  # the offset of each record is a multiple of this number of bytes
 _OFFSET_BITS = 30
 MAX_SEGMENT_NBYTES = ALIGN << _OFFSET_BITS
-_HEAD = 16  # another number than in earlier versions, whose tables so have another length
+_HEAD = 16  # earlier versions had another number, so their tables have another length
 _MAX_SEGMENTS = 4096
 _CAPACITY, _END, _RESERVED, _WIDTH = range(4)  # positions in a slot, and its width
 _ENTRIES = _HEAD + _WIDTH * _MAX_SEGMENTS  # position of the first entry
@@ -94,7 +94,6 @@ class Table:
         return entry >> _OFFSET_BITS, (entry & (1 << _OFFSET_BITS) - 1) * ALIGN
 
     def segments(self) -> list[Segment]:
-        """Return all segments."""
         slots = np.array(self._slots, np.uint64).reshape(_MAX_SEGMENTS, _WIDTH)[: self._head[0]]
         if self._head[0] > _MAX_SEGMENTS or (slots > MAX_SEGMENT_NBYTES).any():
             raise self._damaged("the table has impossible numbers")

@@ -1,4 +1,4 @@
-"""Write files under a temporary name and then rename them, so that each appears complete or not at all."""
+"""Write files under a temporary name and then rename them, so that each file appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
                 os.fsync(file.fileno())
         replace(temporary, path)
     except FileNotFoundError:
-        # A writer that has just begun deletes the temporary files of killed writers, and this one with them.
+        # A writer that has just begun deletes the temporary files of killed writers, and this file with them.
         if not isinstance(parts, list) or not os.path.isdir(os.path.dirname(path) or os.curdir):
             raise
         write_atomically(path, parts, fsync)

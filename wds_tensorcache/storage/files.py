@@ -258,7 +258,7 @@ class ShardFile:
                     return 0
                 _, is_network = device_kind(self._device, self.path)
                 self._may_map = not is_network
-                with suppress(OSError):  # a file system without maps, or no memory for one
+                with suppress(OSError):  # a file system without maps, or no memory for a map
                     self._map = _Map(descriptor.fd, self.nbytes) if self._may_map else None
                 self._may_map = self._map is not None
             return self._map.address if self._map is not None else 0
@@ -288,7 +288,7 @@ class ShardFile:
         """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
         if _NOWAIT:
             descriptor = self.descriptor()
-            with suppress(OSError):  # not in memory, or the file system cannot tell
+            with suppress(OSError):  # not in memory, or no support in the file system
                 return os.preadv(descriptor.fd, [bytearray(1)], begin, _NOWAIT) == 1
         return device_kind(self._device, self.path)[0] in MEMORY
 

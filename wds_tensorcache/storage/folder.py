@@ -93,7 +93,7 @@ class LocalFolder:
         write_atomically(self.locate(name), [content], self._fsync)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        """Change the content of a file. Any number of processes may do so at once, and no change is lost.
+        """Change the content of a file. Any number of processes may change it at once, and no change is lost.
 
         `apply` takes the old content, None if the file does not exist, and returns the new content. `apply` is called again
         if another process has changed the file first.
@@ -111,7 +111,7 @@ class LocalFolder:
                 self.write(name, content)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files in the given order; ignore those that do not exist."""
+        """Delete files in the given order; ignore missing files."""
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 os.remove(self.locate(name))

@@ -34,15 +34,15 @@ _SMALL_NBYTES = 1 << 16  # up to here, numpy takes less time than torch, althoug
 # For smaller rows, to release the GIL and to wait for it takes longer than the copy.
 _LONG_NBYTES = 1 << 16
 _memmove_with_gil = PYFUNCTYPE(c_void_p, c_void_p, c_void_p, c_size_t)(cast(memmove, c_void_p).value or 0)
-# torch has no public functions for these; a release without them is treated as if there were neither
+# private functions of torch; a release without them counts as without modes and transforms
 _num_modes: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _innermost_transform = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
 # numpy and torch count the bytes of all windows, which overlap, in 63 bits
 _MAX_WINDOWS_NBYTES = 1 << 62
-_Rows = tuple[Array, Array, Array]  # all windows of memory that may be rows, the numbers of the rows, and where they go
+_Rows = tuple[Array, Array, Array]  # all windows of memory that may be rows, the numbers of the rows, and their targets
 # A thread for less than 1 MiB costs more than it saves.
 _PART_NBYTES = 1 << 20
-_LEAD_NBYTES = 1 << 19  # the caller's thread copies so much until the other threads have started
+_LEAD_NBYTES = 1 << 19  # the caller's thread copies this much until the other threads have started
 # Samples of this size are probed one by one, which takes 1 us each; to announce 450 KB that are in memory takes 7 us.
 _LARGE_NBYTES = 1 << 16
 _NUM_PROBES = 4
@@ -50,7 +50,7 @@ _NUM_PROBES = 4
 _NUM_LOOKS = 8
 _LOOK_S = 0.004
 _SHORT_S = 1.0
-_next_look = _short_until = 0.0  # by `monotonic`; memory counts as short until the latter
+_next_look = _short_until = 0.0  # by `monotonic`; memory counts as short until `_short_until`
 _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12
@@ -77,7 +77,7 @@ class Ranges:
     file: Array  # number of the file of each sample, `[B]`
     begin: Array  # offset in the file of each tensor of each sample, `[T, B]`
     nbytes: Array  # length of each tensor of each sample, `[T, B]`
-    target: Array  # offset in memory of each tensor of each sample, `[T, B]`; those of a tensor ascend
+    target: Array  # offset in memory of each tensor of each sample, `[T, B]`; ascending for a tensor
 
     def select(self, samples: Array | slice) -> Ranges:
         return Ranges(self.file[samples], *(part[:, samples] for part in (self.begin, self.nbytes, self.target)))
@@ -95,14 +95,14 @@ def gather(
     Args:
         files: The files, by their numbers in `ranges`.
         num_threads: Maximum number of threads that copy, including the caller's thread.
-        executor: Function that returns the executor for all threads but the caller's.
+        executor: Function that returns the executor for all threads but the caller's thread.
 
     Raises:
         FormatError: A file is too short, or it has changed since it was opened.
 
     If a mapped file is truncated in place between the check and the copy, SIGBUS kills the process.
     """
-    for file in files.values():  # one system call each, and one after the copy
+    for file in files.values():  # one system call for each file, and one after the copy
         file.check_unchanged()
     if not ranges.nbytes.any():
         return
@@ -165,7 +165,7 @@ def _copy(
             deque(map(move, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
     def announce_cold() -> None:
-        if not is_short:  # meanwhile, other threads copy
+        if not is_short:  # while other threads copy
             announce_some(_find_cold(files, ranges, base))
 
     _run(copy, moved.sum(0), num_threads, executor, announce_cold)  # bytes that are copied with the GIL need no thread
@@ -178,7 +178,7 @@ def _as_rows(
 
     Args:
         sources: Addresses of the rows, int64 `[T, B]`.
-        lowest, highest: Least and greatest of these addresses and of those of other tensors.
+        lowest, highest: Least and greatest address, also among rows of other tensors.
         widths: Length of a row of each tensor in bytes, int64 `[T]`.
         firsts: Offset in `memory` of the first row of each tensor, int64 `[T]`.
         pitches: Distance between rows of each tensor in bytes, int64 `[T]`.

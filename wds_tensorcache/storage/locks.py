@@ -117,13 +117,13 @@ def is_being_written(folder: str) -> bool:
 
 
 def find_writer(folder: str) -> str | None:
-    """Return "this process" or "another process", whichever is writing in a folder; None if `is_being_written` is False."""
+    """Return the writer in a folder, "this process" or "another process"; None if `is_being_written` is False."""
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if _LOCK(name)]
     return next((holder_of(path) for path in paths if is_held(path)), None)
 
 
 def holder_of(path: str) -> str:
-    """Return "this process" if it holds the lock of a file; otherwise "another process"."""
+    """Return "this process" if this process holds the lock of a file; otherwise "another process"."""
     own = [os.path.realpath(file.path) for file in _OPEN if isinstance(file, Flock) and file.is_locked is not False]
     return "this process" if os.path.realpath(path) in own else "another process"
 

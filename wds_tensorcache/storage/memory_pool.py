@@ -67,7 +67,7 @@ class Pool:
         """Return `nbytes` or more bytes of idle arenas to the system, if possible, but no arenas of length `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
-                with contextlib.suppress(IndexError):  # another thread has taken the last one
+                with contextlib.suppress(IndexError):  # another thread has taken the last arena
                     arenas.popleft()
                 nbytes -= size
 
@@ -81,7 +81,7 @@ class Pool:
         return Pool, (self.max_idle_nbytes,)
 
 
-# it may run inside the garbage collector, in any thread, so it takes no lock
+# may run inside the garbage collector, in any thread, so it takes no lock
 def _return(arena: mmap.mmap, leases: dict[int, Any], idle: deque[mmap.mmap], _: Any) -> None:
     if leases.pop(id(arena), None) is not None:  # else the pool was closed
         idle.append(arena)

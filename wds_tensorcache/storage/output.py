@@ -18,7 +18,7 @@ from wds_tensorcache.storage.threads import Threads
 
 _STAGE_NBYTES = 1 << 22  # a stage is recycled memory that collects pieces
 _large_nbytes = 1 << 21  # pieces of this size or more are not copied, since the copy would cost more time than it saves
-# The parts of a piece below this size are joined first: one more copy takes less time than many short ones.
+# The parts of a piece below this size are joined first: one more copy takes less time than many short copies.
 _SMALL_NBYTES = 1 << 14
 _MAX_STAGES = 2  # the most stages that are being written while the caller fills another
 _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
@@ -56,7 +56,7 @@ class Output:
         self._writing: deque[Future[None]] = deque()
         self._stage: Any = None
         self._filled = 0
-        self._position = 0  # of the file, where the next bytes are written
+        self._position = 0  # offset in the file at which the next bytes are written
         self._is_small = True  # whether all pieces in the stage are small
         self._failure: BaseException | None = None
 
@@ -65,7 +65,7 @@ class Output:
         return open(self.temporary, "xb", buffering=0)
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
-        """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts as soon as this returns.
+        """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts after the call.
 
         Raises:
             OSError: These or earlier bytes could not be written.
@@ -157,7 +157,7 @@ class Output:
         if self._pid != os.getpid():
             return  # a forked child also exits the `with` block that it inherited
         self._close()
-        with contextlib.suppress(OSError):  # renamed, or without a name
+        with contextlib.suppress(OSError):  # the file was renamed, or has no name
             os.remove(self.temporary)
 
     def _close(self) -> None:

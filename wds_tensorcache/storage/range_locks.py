@@ -89,7 +89,7 @@ class RangeLocks(OwnedFile):
         while todo:
             begin, end = todo.pop()
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
-            # the kernel returns any lock in the range, not always the first one
+            # the kernel returns any lock in the range, not always the first lock
             kind, _, first, nbytes, _ = _FLOCK.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))
             if kind != fcntl.F_UNLCK:
                 first, last = max(first, begin), first + nbytes if nbytes else end

@@ -14,7 +14,7 @@ from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import run_in_order
 
 _PIECE_NBYTES = 1 << 21
-_AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing one on costs time
+_AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing on a piece costs time
 _REREAD_NBYTES = 1 << 16
 _MEMORY = Pool(1 << 26)
 

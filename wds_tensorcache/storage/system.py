@@ -15,7 +15,7 @@ MAX_BUFFERS = 1024  # IOV_MAX, the most buffers that one system call reads or wr
 MEMORY = frozenset({"tmpfs", "ramfs"})
 # Errors of a process or system that has no more descriptors or memory. They say nothing about the file at hand.
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-# the beginnings of their names; "fuse" stands for many: sshfs, s3fs, glusterfs, juicefs, moosefs, quobyte, ...
+# beginnings of the names of network file systems; "fuse" stands for many: sshfs, s3fs, glusterfs, juicefs, moosefs, ...
 _NETWORK = tuple(
     "nfs cifs smb fuse lustre ceph 9p beegfs gpfs afs gluster virtiofs coda ncp orangefs pvfs2 panfs wekafs ocfs2 gfs2 cvfs "
     "acfs vboxsf vmhgfs prl_fs drvfs".split()

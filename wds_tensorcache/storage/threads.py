@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
-_MEANWHILE_S = 0.1  # how long to wait between two calls of `meanwhile`
+_MEANWHILE_S = 0.1  # pause between two calls of `meanwhile`
 
 
 class Threads(ThreadPoolExecutor):
@@ -91,7 +91,7 @@ def _result_of(future: Future[_Result], meanwhile: Callable[[], object] | None) 
         while meanwhile is not None and not future.done():
             try:
                 return future.result(_MEANWHILE_S)
-            except TimeoutError:  # of the wait, or of the job
+            except TimeoutError:  # an error of the wait, or of the job
                 meanwhile()
         return future.result()
     finally:

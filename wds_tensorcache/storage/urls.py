@@ -86,7 +86,7 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
     if match is None:
         return "", "", "", url, ""
     scheme, server, path, rest = match.groups()
-    # hf://NAME@REVISION/… has a revision there
+    # in hf://NAME@REVISION/…, a revision follows the `@`
     user, at, host = ("", "", server) if scheme.lower() == "hf" else server.rpartition("@")
     return scheme, user + at, host, *((path, rest) if is_web(url) else (path + rest, ""))
 
@@ -185,7 +185,7 @@ def join_url(folder: str, name: str) -> str:
 
 
 def name_of(url: str) -> str:
-    """Return the last part of an object's name, percent-decoded if the url is a web server's."""
+    """Return the last part of an object's name, percent-decoded if the url names a web server."""
     if not is_web(url):
         return url.rpartition("/")[2]
     return unquote(_split(url)[3].rpartition("/")[2])

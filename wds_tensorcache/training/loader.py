@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _NUM_THREADS = _PREFETCH_BATCHES = 2
 _THREAD_NAME = "tensorcache-loader"
-_LEFT_WAITS_S = 1.0  # how long an abandoned loop waits for its threads: a server may not answer for minutes
+_LEFT_WAITS_S = 1.0  # limit of an abandoned loop's wait for its threads: a server may not answer for minutes
 
 
 class Read(NamedTuple):
@@ -68,7 +68,7 @@ class BaseLoader(ABC):
     """Base class of the loaders. It iterates over the steps of a `StepSampler`, whose position follows the batches returned."""
 
     _sampler: StepSampler
-    _collate: Any = None  # how the batches are collated, for `BatchInfo.mask`
+    _collate: Any = None  # the argument `collate`, for `BatchInfo.mask`
     _reader: StepReader
     _stats: LoaderStats
     _current: object = None  # identity of the last iteration; None if it was closed
@@ -114,7 +114,7 @@ class BaseLoader(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`.
 
-        This ends the current iteration, unless it is at the beginning of that epoch. An iteration from which no batch was
+        The call ends the current iteration, unless it is at the beginning of that epoch. An iteration from which no batch was
         requested yet begins that epoch.
         """
         self._sampler.set_epoch(epoch)
@@ -126,7 +126,7 @@ class BaseLoader(ABC):
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch; after `load_state_dict`, or with `on_early_exit="continue"`, continue after the last batch.
 
-        This ends the current iteration.
+        An earlier iteration ends.
         """
         return self._begin(with_info=False)
 
@@ -176,7 +176,7 @@ class BaseLoader(ABC):
             if reads is not None:
                 try:  # noqa: SIM105  # at the end of the interpreter, names of modules are gone
                     reads.close()
-                except ValueError:  # it is executing: another thread closes it
+                except ValueError:  # the generator is executing: another thread closes it
                     pass
 
     @abstractmethod
@@ -205,7 +205,7 @@ class BaseLoader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch returned, as a dict for JSON, equal on all ranks.
 
-        It contains the loader's weights, if it has any.
+        The state contains the loader's weights, if it has any.
 
         Raises:
             RuntimeError: Another data loader has begun to iterate over this loader's sampler, so only that data loader has
@@ -235,7 +235,7 @@ class BaseLoader(ABC):
         self._current = None
         reads, self._reads = self._reads, None
         if reads is not None:
-            # of a generator that is executing: `next` in another thread ends it, or the code from which this was called
+            # the generator is executing: `next` in another thread ends it, or the code that called this method
             with suppress(ValueError):
                 reads.close()
 
@@ -260,8 +260,8 @@ class Loader(BaseLoader):
     Args:
         cache, batch_size: As in `StepSampler`; by default, a batch has one sample.
         device, pin_memory, collate, pad_value: As in `read_batch`.
-        choose: Alternatives as in `read_batch`. One of them is chosen for each sample, with equal probability, or by their
-            weights. The choice is a pure function of seed, epoch and sample index, so it does not depend on batch size and
+        choose: Alternatives as in `read_batch`. One alternative is chosen for each sample, with equal probability, or by
+            weight. The choice is a pure function of seed, epoch and sample index, so it does not depend on batch size and
             ranks, and resumes exactly. `info.choices` contains the choices.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
@@ -291,7 +291,7 @@ class Loader(BaseLoader):
     batch_sampler = None  # Lightning asks for it
     # of the current iteration
     _pool: Threads | None = None
-    _jobs: Iterable[Future[Any]] = ()  # of the first steps of `_scheduled`
+    _jobs: Iterable[Future[Any]] = ()  # reads of the first steps of `_scheduled`
 
     @show_step_options
     def __init__(
@@ -336,7 +336,7 @@ class Loader(BaseLoader):
         device = Transfer(self._device).device  # threads have another current GPU
         runs_functions = bool(self._transforms) or callable(self._read_options["collate"])
         if runs_functions and device is not None and device.type == "cuda":
-            # they may use tensors that were made before the loop
+            # functions may use tensors that were made before the loop
             copying_stream(device).wait_stream(torch.cuda.current_stream(device))
         pool = self._pool = Threads(self._num_threads, _THREAD_NAME) if self._num_threads else None
         # ranks read different numbers of batches ahead, but must use new weights from the same step on
@@ -404,7 +404,6 @@ class Loader(BaseLoader):
         wait(self._jobs)
 
     def close(self) -> None:
-        """End the iteration and its threads. The position is kept, and the caches stay open."""
         self._current = None  # before reading fails in another thread
         pool, self._pool = self._pool, None
         if pool is not None:

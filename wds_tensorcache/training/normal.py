@@ -68,7 +68,7 @@ def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor)
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device, stream: Any) -> torch.Tensor:
-    """Return the number at the start of each piece, and the slope in it per unit of the lower bits, float32 `[2, 2^16]`."""
+    """Return the number at the start of each piece, and its slope per unit of the lower bits, float32 `[2, 2^16]`."""
     # Hazard: no other stream waits for the copy to a GPU, so each stream has its own table.
     # float32 rounds the largest integers up to 2^31, for which the number is 0
     units = [*_edges(NormalDist().inv_cdf), 0, 0]

@@ -18,7 +18,7 @@ _SAMPLER = (
     "its own sampler keeps the state; choose samples by weights=, mix=, bucket_by=, shuffle= or a view of the cache, such "
     "as cache.filter(…)"
 )
-# what to pass instead, by argument of torch's DataLoader
+# argument of torch's DataLoader -> remedy
 REMEDIES = {
     "sampler": _SAMPLER,
     "batch_sampler": f"{_SAMPLER}, and pass batch_size=",

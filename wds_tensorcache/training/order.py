@@ -11,8 +11,8 @@ import numpy as np
 from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys, stream_seed
 
 Array = np.ndarray[Any, Any]
-_ROUNDS = 8  # of `round_keys`
-_TABLE_BITS = 12  # of a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all
+_ROUNDS = 8  # one for each of the `round_keys`
+_TABLE_BITS = 12  # in a half; up to 2^24 samples, the round function is read from tables of at most 256 KB in all
 
 
 class EpochOrder:
@@ -21,6 +21,9 @@ class EpochOrder:
     A shuffled epoch is a permutation that is never stored. It is a Feistel network over the next power of two, applied again to
     results out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the finalizer
     of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
+
+    Raises:
+        ValueError: `count` is negative.
 
     Memory: none per sample. Up to 2^24 samples, tables of the round function take at most 8 MB for all orders of a process.
     Threads/fork/pickle: immutable, safe everywhere; the same order on every machine and in every release.
@@ -77,7 +80,7 @@ class BlockOrder:
 
     def __call__(self, epoch: int, positions: Any) -> Array:
         places = _places(positions, self.count)
-        kept = self._blocks  # once, because another thread may replace it
+        kept = self._blocks  # read once, because another thread may replace it
         if kept is None or kept[0] != epoch:
             blocks = EpochOrder(len(self._sizes), seed=self.seed)(epoch, range(len(self._sizes)))
             kept = self._blocks = epoch, blocks, np.cumsum(self._sizes[blocks])

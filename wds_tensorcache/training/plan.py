@@ -15,9 +15,9 @@ from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.weights import Weights, cumulate, draw
 
 Array = np.ndarray[Any, Any]
-# for `set_epoch`; training may continue up to twice as many, and still counts passes and positions in int64
+# limit of `set_epoch`; even after twice as many epochs, passes and positions fit into int64
 MAX_EPOCHS = 1 << 31
-_VERSION = 2  # of states; version 1 had other orders, seeds and weights
+_VERSION = 2  # version of states; version 1 had other orders, seeds and weights
 _WINDOW = 4096  # positions of a stream to compute at once
 _KEYS_AT_ONCE = 4096
 
@@ -108,7 +108,7 @@ class Stream:
         self.members, self.name, self.source, self.repeats = members, name, source, repeats
         self.count = int(order.count)
         self.identity = [*order.identity, [] if members is None else members]
-        self._window: tuple[int, int, Array] = -1, -1, np.empty(0, np.int64)  # pass, number and sample indices
+        self._window: tuple[int, int, Array] = -1, -1, np.empty(0, np.int64)  # pass, window, sample indices
 
     def indices(self, epoch: int, positions: Array) -> Array:
         """Return the sample indices at positions of an epoch; positions after its end belong to the passes that follow."""
@@ -123,12 +123,12 @@ class Stream:
         return indices
 
     def _indices_in(self, number: int, positions: Array, highest: int) -> Array:
-        # the whole window around them is computed at once, and kept
+        # the window around the positions is computed as a whole, and kept
         window = positions.item(0) // _WINDOW
         begin, end = window * _WINDOW, min(window * _WINDOW + _WINDOW, self.count)
         if positions.min() < begin or highest >= end:
             return self._compute(number, positions)
-        kept = self._window  # once, because another thread may replace it
+        kept = self._window  # read once, because another thread may replace it
         if kept[:2] != (number, window):
             kept = self._window = number, window, self._compute(number, np.arange(begin, end))
         indices: Array = kept[2][positions - begin]
@@ -175,7 +175,7 @@ class Plan:
         self.batch_size, self.last_batch, self.seed = batch_size, last_batch, seed
         self._draws_seed = stream_seed(seed, "streams")
         self._is_shuffled = bool(settings["shuffle"])
-        self._lengths = [stream.count * stream.repeats for stream in streams]  # in samples of an epoch
+        self._lengths = [stream.count * stream.repeats for stream in streams]  # samples of each stream in an epoch
         self._streams_of = [
             [number for number, stream in enumerate(streams) if stream.source == source]
             for source in range(len(caches))

@@ -156,7 +156,7 @@ class StepSampler(DistributedSampler[Step]):
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._requested_epoch: int | None = None  # the epoch that set_epoch requested since the last iteration began
         self._num_moves = 0  # the number of times that the position was set other than by a batch
-        # a TorchLoader's: it moves the position itself, and gets the steps here
+        # steps for a TorchLoader, which moves the position itself; None for other data loaders
         self._scheduled: deque[Any] | None = None
         self._is_elsewhere = False  # another data loader iterates, so the batches that it returned are unknown
         self._has_warned = False  # of samples that set_epoch left out
@@ -179,7 +179,7 @@ class StepSampler(DistributedSampler[Step]):
         if (rank, world_size) != (plan.rank, plan.world_size):
             plan.set_rank(rank, world_size)
             self._position = plan.settle(self._position)  # a larger step may not fit into the rest of the epoch
-        self._check_steps()  # until it passes, each use raises its error
+        self._check_steps()  # each use raises this error until the check passes
         self._is_rank_open = not is_final
 
     def _check_steps(self) -> None:
@@ -239,10 +239,10 @@ class StepSampler(DistributedSampler[Step]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, this warns. If
-        the sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out, this warns
-        once. In a loader with `on_early_exit="continue"`, this has no effect after the first batch, because trainers call it
-        for each loop.
+        With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, `set_epoch`
+        warns. If the sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out,
+        `set_epoch` warns once. In a loader with `on_early_exit="continue"`, it has no effect after the first batch, because
+        trainers call it for each loop.
 
         Raises:
             ValueError: `epoch` is out of range.
@@ -283,7 +283,7 @@ class StepSampler(DistributedSampler[Step]):
         """Raise RuntimeError if Lightning resumes in the middle of an epoch, at another batch than this sampler."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
         number, used = batches.current.ready, self._plan.num_steps() - self._plan.num_steps(self._position)
-        # a checkpoint of the last batch's hooks continues its epoch if that has more batches with another batch size
+        # a checkpoint saved in a hook of an epoch's last batch resumes in this epoch, if a new batch size gives it more batches
         is_over = batches.is_last_batch and (batches.current.completed == number or number >= loop.max_batches)
         is_loaded = getattr(loop, "_loaded_from_state_dict", False)
         if is_loaded and self._continues and batches.total.ready:
@@ -362,7 +362,7 @@ class _StepIterator(Iterator[Step]):
         self._end = 0  # the number of the step before which a loader's loop ends
         self._num_moves = -1
         self._num_steps = 0
-        # steps at the last state_dict; None unless the first was before the first step
+        # steps at the last `state_dict`; None unless its first call was before the first step
         self._num_saved: int | None = None
 
     def __next__(self) -> Step:

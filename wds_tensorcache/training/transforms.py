@@ -31,7 +31,7 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
 
     Args:
         p: Probability, in [0, 1].
-        value: Replacements by name; a row has either all of them replaced or none of them: `{"text": empty_text, "pooled": 0}`.
+        value: Replacements by name; a row gets either all replacements or none: `{"text": empty_text, "pooled": 0}`.
             In place of a tensor, a replacement is a number or a tensor of one row's shape, for example the states of the empty
             prompt. In a padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, a
             replacement may be any value, for example `{"prompt": ""}`. None stays None, because a sample without a text has no
@@ -184,7 +184,7 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such tensor.
-        TypeError: It is not a tensor of floating-point numbers.
+        TypeError: The value is not a tensor of floating-point numbers.
         ValueError: The number of channels is odd, or the shapes of means and deviations differ; or a row has means, but no
             deviations.
 

@@ -136,7 +136,7 @@ def cumulate(weights: Array) -> Array:
 def draw(sums: Array, seed: int, epoch: int, positions: Array) -> Array:
     """Return indices drawn with replacement at positions of an epoch; `sums` are the cumulative sums of the weights."""
     drawn = np.searchsorted(sums, uniform(seed, epoch, positions) * sums[-1], "right")
-    # a product that is rounded up to the last sum would draw no sample, or one with the weight 0
+    # a product that is rounded up to the last sum would draw no sample, or a sample with the weight 0
     kept: Array = np.minimum(drawn, np.searchsorted(sums, sums[-1]))
     return kept
 

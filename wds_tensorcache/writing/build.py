@@ -63,7 +63,7 @@ def build(
     and a shared folder. Each rank computes its share of the batches, and writes its own shards, such as `r3of8-000000.tar`. Any
     number of ranks can resume. The cache is complete when every rank has returned.
 
-    If keys are the positions of items, items are compared with the digests in finished shards; docs/building.md says which. An
+    If keys are the positions of items, items are compared with the digests in finished shards (see docs/building.md). An
     item that differs is an error, and so are fewer items than samples. Items that are not plain values, arrays or tensors cause
     a warning.
 
@@ -100,8 +100,8 @@ def build(
             `progress(done, total)` of the numbers of finished samples and of all samples of this rank. `total` is None if
             the source has no length.
         max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
-        on_error: What to do if an item fails. `"raise"` raises the error and ends the call. `"record"` tries the items of a
-            batch that fails one by one. It lists the items that cannot be read, or whose key, digest or sample cannot be made
+        on_error: Treatment of an item that fails. `"raise"` raises the error and ends the call. If a batch fails, `"record"`
+            tries its items one by one. It lists the items that cannot be read, or whose key, digest or sample cannot be made
             or stored, in the folder's file `failures.jsonl`, and writes all other samples. A rank has its own file, such as
             `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists only items that still fail.
             Errors of an iterable source itself, of the writer and of arguments end the call.
@@ -259,8 +259,8 @@ def _check_shared(
     seen: set[str],
 ) -> None:
     """Raise ValueError if another rank has computed items of this rank: some items may then belong to no rank."""
-    # Earlier shards of other ranks may contain such items without an error: all ranks now have another batch size, or items
-    # with keys have moved. Then this rank's earlier shards contain samples of other ranks, or all items have samples.
+    # Earlier shards of other ranks rightly contain such items if all ranks now have another batch size, or if items with
+    # keys have moved. Then this rank's earlier shards contain samples of other ranks, or all items have samples.
     remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
     refuse_shared(new, pattern, seen, remedy)
     own_earlier = [index for path, index in earlier.items() if pattern.covers(os.path.basename(path))]

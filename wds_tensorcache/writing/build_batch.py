@@ -33,7 +33,7 @@ from wds_tensorcache.writing.build_items import Item, Items, add_note_of
 from wds_tensorcache.writing.writer import ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
-_MAX_WRITING = 2  # batches being written or waiting, while the next one is computed
+_MAX_WRITING = 2  # batches being written or waiting, while the next batch is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def compute(
             while waiting:
                 waiting.popleft().result()
                 job.bar.show_count()
-            job.bar.show_count()  # samples that were finished before, after the last batch
+            job.bar.show_count()  # counts finished samples after the last batch
         except BaseException as exc:
             wait(waiting)  # batches that were computed before are kept
             failed.append(exc)
@@ -172,7 +172,7 @@ def _describe(batch: list[Target], row: int) -> str:
 
 def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
     """Raise ValueError if a tensor or array of a sample contains NaN or infinity."""
-    writer = SkeletonWriter(sink._allow)  # gives the tensors their names, and reads those that are lazy
+    writer = SkeletonWriter(sink._allow)  # gives the tensors their names, and reads lazy tensors
     writer.save(sample)
     for name, tensor in writer.tensors.items():
         if tensor.kind == "ndarray" and tensor.true.attribute not in (None, "complex128"):
@@ -180,9 +180,9 @@ def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
         dtype, _ = true_dtype("tensor", tensor.true.stored, tensor.true.attribute)
         assert isinstance(dtype, torch.dtype)
         if not (dtype.is_floating_point or dtype.is_complex) or "float4" in str(dtype) or not len(tensor.flat):
-            continue  # torch cannot view no bytes as another dtype
+            continue  # torch cannot view an empty tensor as another dtype
         values = torch.from_numpy(np.array(tensor.flat)).view(dtype)
-        if dtype.itemsize == 1 or dtype is torch.complex32:  # torch's `isfinite` is missing, or wrong, for some
+        if dtype.itemsize == 1 or dtype is torch.complex32:  # `isfinite` is missing or wrong for some of these
             values = values.to(torch.complex64 if dtype.is_complex else torch.float32)
         if num_bad := len(values) - int(torch.isfinite(values).sum()):
             fault = f"tensor {name!r} has {num_bad:,} values of {len(values):,} that are NaN or infinite"

@@ -51,7 +51,7 @@ class Comparison:
             right = next((place for place in places if self._finished.read_member(*place, DIGEST) == text), None)
         elif items.compares and items.are_numbered and (item.origin or item.value is not None):
             right = self._find_equal(item, places)
-        else:  # only the key can tell, or the item was not read
+        else:  # only the keys can be compared, or the item was not read
             return places[0] if places else None
         if places and right is None:
             self._first_changed = self._first_changed or item
@@ -126,7 +126,7 @@ class Comparison:
 
     def _look_ahead(self, after: int) -> None:
         """Compare up to 64 items with finished samples: items of other ranks, and items after item `after`."""
-        # Some of them differ if an item before one of them was inserted or removed, or if ranks have another order.
+        # Some of these items differ if an earlier item was inserted or removed, or if ranks have another order.
         items = self._items
         if items.is_map and items.compares and items.are_numbered and not self.changed:
             numbers = sorted(n for n in self._numbers() if n < items.num_all and (n > after or not items.is_own(n)))

@@ -1,4 +1,4 @@
-"""Items of `build` that fail: one record for each, in a file of the cache's folder."""
+"""Items of `build` that fail: a record for each item, in a file of the cache's folder."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Failures:
         return _format(f for f in _parse(before, self.folder.locate(name)) if not self._is_own(f.item))
 
     def content(self) -> bytes:
-        """Return the content of the file: the failures of this call, and earlier ones of items that it has not reached."""
+        """Return the content of the file: the failures of this call, and earlier failures of items that it has not reached."""
         later = {number: failure for number, failure in self.earlier.items() if number > self.reached}
         return _format((later | self.new).values())
 
@@ -144,7 +144,7 @@ class Failures:
         remedy: str = "call build again, which tries these items again",
         folder: str | None = None,
     ) -> None:
-        """Raise BuildError if items have failed; with `allow`, warn instead. `folder` is the one that will have the file."""
+        """Raise BuildError if items have failed; with `allow`, warn instead. `folder` will contain the file."""
         if not self.new:
             return
         failures = sorted(self.new.values(), key=lambda failure: failure.item)
@@ -167,7 +167,7 @@ def _format(failures: Iterable[Failure]) -> bytes:
 
 
 def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Failure]:
-    """Return the failures in all files of a folder, each item once, in the order of the items.
+    """Return the failures in all files of a folder, one for each item, in the order of the items.
 
     Raises:
         FormatError: A line of a file is not a failure, or there is a folder or pipe of this name.

@@ -107,7 +107,7 @@ class Items(Dataset[Item]):
         if keys is not None and not callable(keys):
             keys = _check_keys(list(keys), count if is_map else None, items)
         self._items, self._keys, self._digest, self.is_map = items, keys, digest, is_map
-        self.batch_size = min(batch_size, sys.maxsize)  # which itertools can count
+        self.batch_size = min(batch_size, sys.maxsize)  # the limit of itertools
         self._num_workers, self.has_digests = num_workers, digest is not None
         self.are_numbered = keys is None
         self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
@@ -264,7 +264,7 @@ class Items(Dataset[Item]):
     def _failed(self, number: int, exc: Exception, key: str = "") -> Item:
         if not self.records:
             if get_worker_info():
-                ForkingPickler.dumps(type(exc))  # torch sends it; if it cannot be sent, this error has `exc` as context
+                ForkingPickler.dumps(type(exc))  # torch sends the class; an error here has `exc` as context
             raise exc
         if self._keys is None:
             key = number_text(number) if self._is_fixed else key
@@ -327,10 +327,7 @@ def _not_sent(number: int, exc: Exception) -> TypeError:
 
 @contextlib.contextmanager
 def add_note_of(describe: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an exception that the `with` block raises.
-
-    The message of an InvalidKeyError already names the item, so it gets no note.
-    """
+    """Add a note to an exception of the `with` block, except to an InvalidKeyError, whose message already names the item."""
     try:
         yield
     except InvalidKeyError:

@@ -173,7 +173,7 @@ def write_cache(
             path = os.path.join(folder, new.url)
             if os.path.exists(path):  # an interrupted call has renamed it when it was complete
                 report.num_shards_resumed += 1
-                # a shard without a footer has neither
+                # the index of a shard without a footer has neither fingerprint nor origins
                 origins = Origins.of(new.origins())
                 index = dataclasses.replace(load_index(ShardFile(path)), fingerprint=new.fingerprint, origins=origins)
             else:
@@ -235,7 +235,7 @@ def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardInde
 def _link(old: OldShard, path: str, files: Files, fsync: bool) -> None:
     try:
         os.link(os.path.realpath(old.path), path)
-    except OSError:  # another file system, one without links, or too many links
+    except OSError:  # another file system, a file system without links, or too many links
         write_atomically(path, read_members([MemberRange(old.path, 0, files.get(old.path).nbytes)], files), fsync)
     else:
         if ShardFile(path).identity != old.identity:

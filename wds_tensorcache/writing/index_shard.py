@@ -85,7 +85,7 @@ def index_shard(
     written = [sidecar_path(name), *[dali_index_path(name)] * dali_index]
     if not folder.is_remote:
         check_replaceable(*map(folder.locate, written))
-        # left by a killed call; one that runs now writes its file again
+        # left by a killed call; a call that runs now writes its file again
         remove_temporary(folder.path, "|".join(map(re.escape, written)))
     manifest, url, is_added = Manifest(), None, False
     with contextlib.suppress(FormatError):  # a damaged manifest stays as it is
@@ -175,7 +175,7 @@ class FolderReport:
 
     num_samples: dict[str, int]  # by name of the shard
     added: list[str]  # names of shards that the manifest did not list before
-    removed: list[str]  # paths of shards that it listed, but that do not exist
+    removed: list[str]  # paths of shards that the manifest listed before, but that do not exist
     num_repeated: int  # keys that occur in several of the shards
 
 
@@ -225,7 +225,7 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
         indexes[name] = index
 
     def change(manifest: Manifest) -> None:
-        # a writer that started meanwhile may have written one of them anew
+        # a writer that has started since may have written a removed shard again
         manifest.remove(*(url for url in removed if not os.path.exists(os.path.join(folder, url))))
         for name, index in indexes.items():
             manifest.add(entry_of(os.path.join(folder, name), index), index)

@@ -15,7 +15,7 @@ from xxhash import xxh3_64
 _COUNT, _FLOAT = Struct("<cQ").pack, Struct("<cd").pack
 _CONSTANTS = {None: b"N", True: b"T", False: b"F"}
 _ARRAYS, _TENSORS = (np.ndarray, np.memmap), (torch.Tensor, torch.nn.Parameter)
-_KINDS = "biufcSUmM"  # of numpy dtypes whose bytes are their values
+_KINDS = "biufcSUmM"  # kinds of numpy dtypes whose bytes are their values
 
 
 def digest_item(value: Any) -> int:

@@ -24,7 +24,7 @@ from wds_tensorcache.writing.pattern import DEFAULT_NAME
 from wds_tensorcache.writing.resume import load_finished
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
-_NUM_SHOWN = 3  # of repeated keys, in an error
+_NUM_SHOWN = 3  # repeated keys in an error
 
 
 def reshard(
@@ -78,7 +78,7 @@ def merge(
     """Write the samples of several caches into one new cache, one cache after the other; see `reshard`.
 
     Args:
-        sources: Caches, each as in `tc.open`.
+        sources: Caches, as in `tc.open`.
         out, max_samples, max_nbytes, dali_index, fsync, progress: As in `reshard`.
         prefixes: Prefix of the keys of each cache, such as `"photos/"`; by default none. Members of a cache with a prefix get
             new tar headers. Its tar entries that belong to no sample, such as folders, are left out.
@@ -119,7 +119,7 @@ def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
 
 def _unite_sources(shards: list[OldShard]) -> None:
     """Give imported shards the same fingerprint if their fingerprints differ only in the source folders."""
-    alike: dict[str, tuple[list[OldShard], list[Any]]] = {}  # shards, and the folders of all of them
+    alike: dict[str, tuple[list[OldShard], list[Any]]] = {}  # shards, and all their source folders
     for shard in shards:
         fingerprint = shard.fingerprint or {}
         if "format" in fingerprint and SOURCE in fingerprint:

@@ -71,7 +71,7 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     os.makedirs(parent, exist_ok=True)
     folder = temporary_path(out) if token is None else os.path.join(parent, f".{name}.{token}.tmp")
     for stray in find_temporary(parent, re.escape(name)):
-        # an OSError means that it is not a folder, belongs to another user, or is just being deleted
+        # an OSError means that the path is not a folder, belongs to another user, or is just being deleted
         with contextlib.suppress(OSError), _lock_folder(stray) as is_ours:
             if is_ours and stray != folder:
                 shutil.rmtree(stray, ignore_errors=True)

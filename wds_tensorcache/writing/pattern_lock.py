@@ -11,7 +11,7 @@ from wds_tensorcache.storage.locks import Flock, holder_of, is_held
 from wds_tensorcache.writing.pattern import ShardPattern
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-_WAIT_S = 0.2  # a process that looks whether the file is locked holds it for an instant
+_WAIT_S = 0.2  # a process that checks the lock holds it for an instant
 
 
 class WriterLock:
@@ -50,7 +50,7 @@ class WriterLock:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fd), os.stat(path)):
                     break
-            file.close()  # its last holder has deleted it just now
+            file.close()  # its last holder has just deleted it
         self.is_locked = file.is_locked is True
         self._closing = weakref.finalize(self, _give_back, file, path, os.getpid())
         if not self.is_locked:
@@ -64,7 +64,7 @@ class WriterLock:
                 if is_held(other):
                     self.close()
                     _refuse(pattern, other)
-                with contextlib.suppress(OSError):  # of a killed writer
+                with contextlib.suppress(OSError):  # the file of a killed writer
                     os.unlink(other)
 
     def close(self) -> None:

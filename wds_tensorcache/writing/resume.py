@@ -79,7 +79,7 @@ class FinishedShards:
         at = -1 if member is None else member.find(np.array([row])).item()
         if member is None or at < 0:
             return None
-        if is_url(path):  # one request a member would take too long
+        if is_url(path):  # a request for each member would take too long
             if self._last is None or self._last[0] != (path, suffix):
                 self._last = (path, suffix), self._read_all(path, member)
             return self._last[1][at]
@@ -173,7 +173,7 @@ def take_over(
     if lost or unlisted:
 
         def change(manifest: Manifest) -> None:
-            # Hazard: another writer may have replaced a shard meanwhile. A shard is listed when it exists, so look again.
+            # Hazard: another writer may have stored and listed a lost shard again. So look again.
             present = set(folder.names()) if lost else set()
             manifest.remove(*(url for url in lost if url not in present))
             for entry, index in unlisted:

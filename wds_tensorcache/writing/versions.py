@@ -66,8 +66,8 @@ def drop(
     for key in keys:
         places = old.shards.find(key) if isinstance(key, str) else []
         if not places:
-            made = safe_key(key) if isinstance(key, str) and key else ""
-            hint = f"; pass the key of this name: {made!r:.100}" if old.shards.find(made) else ""
+            safe = safe_key(key) if isinstance(key, str) and key else ""
+            hint = f"; pass the key of this name: {safe!r:.100}" if old.shards.find(safe) else ""
             raise KeyError(f"{old.folder} has no sample {key!r:.100}{hint}")
         changes |= dict.fromkeys(places)
     _write_version(out, old, changes, set(), FinishedShards({}, old.shards.files), None, fsync)
@@ -162,7 +162,7 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
     sink = ShardWriter(str(pattern), resume=True, **job.options)
     finished, ages = sink.finished, pattern.shards_by_age()
     indexes = {path: finished.indexes[path] for _, path in ages if path in finished.indexes}
-    # with numbers after those of all ranks, also of other world sizes, the newest sample of a key is the last one
+    # with numbers after the shards of all ranks, also of other world sizes, the newest sample of a key is the last
     sink._number = 1 + max((number for number, _ in ages), default=-1)
     batches = _stale(job, old, FinishedShards(indexes, finished.files), pattern, keys, changes)
     folder = folder_of(pattern.folder, job.options.get("fsync", True))

@@ -51,8 +51,8 @@ from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over
 
-MAX_SAMPLES = 4096  # limits what an interrupted build computes again; a lower limit makes too many small files
-_MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next one is written
+MAX_SAMPLES = 4096  # limits the work that an interrupted build repeats; a lower limit makes too many small files
+_MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next shard is written
 # the last sample and the index may make a shard longer, and stores accept 5 GB in one request
 _MAX_REMOTE_NBYTES = 4 << 30
 _log = logging.getLogger("wds_tensorcache")
@@ -128,7 +128,7 @@ class ShardWriter:
             `build` with this pattern. If you write all samples again with the same options, the shards equal the shards
             of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
             `tc.verify` finds it.
-        fsync: Wait until a shard is on disk before it gets its final name. Without effect for a url.
+        fsync: Wait until a shard is on disk before it gets its final name. Ignored for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values. It is stored in
             footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
@@ -147,8 +147,8 @@ class ShardWriter:
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         RemoteError: A request to an object store failed, or the store has no conditional writes.
         ImportError: The url needs a package that is not installed.
-        ValueError: The pattern has more than one number, or is a url that cannot be written. Options exclude each other, or
-            `max_nbytes` or `footer` does not suit a url.
+        TypeError, ValueError: The pattern has more than one number, or is a url that cannot be written. An option has a wrong
+            type or value, options exclude each other, or `max_nbytes` or `footer` does not suit a url.
 
     Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
         shard never replaces another shard. A second writer of the same pattern is refused while the first writer is open and
@@ -187,10 +187,10 @@ class ShardWriter:
         self._footer, self._dali_index, self._manifest = footer, dali_index, manifest
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
-        self._shard: _UnfinishedShard | None = None  # the one that gets the next sample
-        self._unfinished: list[_UnfinishedShard] = []  # all that do not have their entries in the manifest yet
-        self._finishing: deque[Future[None]] = deque()  # of shards that are uploaded
-        self._has_gap = False  # since a shard could not be finished
+        self._shard: _UnfinishedShard | None = None  # gets the next sample
+        self._unfinished: list[_UnfinishedShard] = []  # shards without an entry in the manifest so far
+        self._finishing: deque[Future[None]] = deque()  # uploads of shards
+        self._has_gap = False  # True after a shard could not be finished
         self._finisher = Threads(1, "tensorcache-finish")
         self._pid = os.getpid()
         self._closed = False
@@ -202,7 +202,7 @@ class ShardWriter:
             problem = f"max_nbytes={max_nbytes} with a url: expected at most {_MAX_REMOTE_NBYTES:,}"
             raise ValueError(f"{problem}, because stores accept at most about 5 GB in one request")
         self._folder.make()
-        # There are no locks at a url. If two writers use the same names, the first upload of the second one fails.
+        # There are no locks at a url. If two writers use the same names, the first upload of the second writer fails.
         self._lock = None if is_remote else WriterLock(self._pattern)
         weakref.finalize(self, _drop_forgotten, self._pattern, self._unfinished, self._pid)
         try:
@@ -350,7 +350,7 @@ class ShardWriter:
         self.num_finished += entry.num_samples
 
     def close(self) -> None:
-        """Finish the current shard, wait for uploads, and release the lock on the pattern. Without effect in a forked child."""
+        """Finish the current shard, wait for uploads, and release the lock on the pattern. In a forked child, do nothing."""
         if self._pid != os.getpid():
             return
         self._closed = True

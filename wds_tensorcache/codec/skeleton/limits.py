@@ -19,22 +19,22 @@ from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.tree import CONTAINERS, walk
 from wds_tensorcache.errors import FormatError
 
-MAX_DEPTH = 200  # of containers in containers
-MAX_DEQUES, MAX_DEFAULTDICTS = 1000, 10_000  # of one skeleton
+MAX_DEPTH = 200  # nesting levels of containers
+MAX_DEQUES, MAX_DEFAULTDICTS = 1000, 10_000  # in one skeleton
 # For longer numbers, a Fraction's greatest common divisor and the division for the length of a range take seconds.
 MAX_BITS = 4096
-MAX_KEY_PARTS = 10_000  # of one skeleton
+MAX_KEY_PARTS = 10_000  # in one skeleton
 LONG_TEXT = 1000  # characters or bytes of a key that count as one part
 TEXTS = frozenset({str})
 _MAX_KEY_BITS = 512
 _MAX_DECIMAL_NBYTES = 512  # in memory
-_BY_IDENTITY = (LazyTensor, LazyArray, torch.Tensor)  # their hashes are their ids, which nobody can choose
+_BY_IDENTITY = (LazyTensor, LazyArray, torch.Tensor)  # their hashes are their ids, which no file can choose
 _FAST = frozenset({int, float, complex, bool, type(None), str, bytes})
 _SLOW = 10  # parts; comparing two Fractions, Decimals, UUIDs or numpy times of equal hashes takes up to 3 us
 
 
 def check_depth(value: Any) -> None:
-    """Raise FormatError if containers nest more than `MAX_DEPTH` deep, each counted at its first occurrence."""
+    """Raise FormatError if containers nest deeper than `MAX_DEPTH`. A shared container counts at its first occurrence."""
     for part, depth in walk(value):
         if depth > MAX_DEPTH and isinstance(part, CONTAINERS):
             raise FormatError(f"containers nest more than {MAX_DEPTH} deep")

@@ -37,7 +37,7 @@ from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tensor, view_plain
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
-MAX_ATTEMPTS = 8  # after this many samples of a form without a template, none is sought any longer
+MAX_ATTEMPTS = 8  # interpreted samples of a form, after which no template is learned
 _MAX_PARTS = 100  # the interpreter is as fast for a larger body
 _MAX_FAMILIES = 256
 _MAX_MISSES = 32  # after more misses in a row, a family gives up its template
@@ -350,7 +350,7 @@ class Family:
     """Samples whose outermost containers have the same type, and the same keys or the same length."""
 
     template: Template | None = None  # of an earlier sample
-    num_misses: int = 0  # samples since the last one that matched the template
+    num_misses: int = 0  # samples since the last match of the template
 
     def miss(self, sample: Any, body: bytes) -> None:
         """Count a sample that did not match the template.

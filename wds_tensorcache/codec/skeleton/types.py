@@ -44,7 +44,7 @@ class Builder:
     build: Callable[[tuple[Any, ...]], Any]  # function of the argument tuple; it checks every argument
     cls: type | None = None  # class in `allow=`, which NEWOBJ may instantiate
     factory: type | None = None  # class that a skeleton may name only as the factory of a defaultdict
-    counted: type | None = None  # `deque` or `defaultdict`; freeing many nested ones overflows C's stack
+    counted: type | None = None  # `deque` or `defaultdict`; freeing many nested objects overflows C's stack
 
 
 # module and name of the global that is called to build an object of one type, and the function that returns the arguments
@@ -100,9 +100,7 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
-    """Return the opcode that builds `value`, and the results of its `__reduce_ex__`.
-
-    These are arguments, keywords, state, items and pairs.
+    """Return the opcode that builds `value`, and the arguments, keywords, state, items and pairs from its `__reduce_ex__`.
 
     Raises:
         ValueError: `__reduce_ex__` names a callable other than the class of `value`, or a function that sets the state.

@@ -364,5 +364,5 @@ _CONTAINERS: dict[type, Callable[[SkeletonWriter, Any, str, Iterator[int] | None
     frozenset: SkeletonWriter._save_frozenset,
     bytearray: SkeletonWriter._save_bytearray,
 }
-# each is one level of nesting
+# an object of these types is one level of nesting
 _NESTED = {list, dict, set, defaultdict, OrderedDict, deque, tuple, frozenset, torch.Size}

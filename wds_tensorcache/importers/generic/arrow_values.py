@@ -27,7 +27,7 @@ def import_pyarrow() -> Any:
     """Import `pyarrow`.
 
     Raises:
-        ImportError: It is not installed, or too old for files that are not trusted.
+        ImportError: pyarrow is not installed, or too old for files that are not trusted.
     """
     arrow = import_library("pyarrow", _PACKAGE)
     if tuple(int(part) for part in arrow.__version__.split(".")[:3] if part.isdigit()) < (14, 0, 1):

@@ -48,7 +48,7 @@ _PACKAGE = "litdata>=0.2.76"
 _PLAIN = frozenset(
     "tensor no_header_tensor numpy no_header_numpy int float bool str text json bytes pil jpeg_array".split()
 )
-_MEDIA = {  # kind: extension if neither the format nor the first bytes tell it
+_MEDIA = {  # kind: extension if neither the format nor the first bytes show it
     "jpeg": "jpg", "image": "jpg", "video": "mp4", "audio": "wav", "tifffile": "tif", "tiff": "tif", "pdf": "pdf",
     "file": "bin", "mesh": "bin", "nifti": "nii",
 }  # fmt: skip
@@ -139,7 +139,7 @@ def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any
     Hazard: litdata expands compressed chunks in place, and deletes the compressed files. So these chunks are expanded into the
     temporary folder.
     """
-    os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")  # it would ask a server
+    os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")  # litdata would ask a server
     litdata = import_library("litdata", _PACKAGE)
     path = tempfile.mkdtemp(prefix="tensorcache-")
     config, codec = content["config"], content["config"].get("compression")

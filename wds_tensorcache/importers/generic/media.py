@@ -145,7 +145,7 @@ def extension_of(content: bytes, name: str, default: str) -> str:
     suffix = name.rpartition("/")[2].rpartition(".")
     if suffix[1] and suffix[2].isascii() and suffix[2].isalnum() and len(suffix[2]) <= 5:
         return suffix[2].lower()
-    return next((found for start, found in _SIGNATURES.items() if start in content[:12]), default)
+    return next((extension for start, extension in _SIGNATURES.items() if start in content[:12]), default)
 
 
 def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:

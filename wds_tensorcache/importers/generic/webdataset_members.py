@@ -41,7 +41,7 @@ from wds_tensorcache.storage.files import ShardFile
 
 _PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt"})
 _DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
-_NUM_PROBED = 64  # members of a tar to look at, before it counts as one without tensors
+_NUM_PROBED = 64  # members of a tar to look at, before it counts as a tar without tensors
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
 _MAX_GAP = 4096  # bytes between members of one sample, for their headers
@@ -69,7 +69,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 
 
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
-    """Return the suffixes of the first members of a tar; of a damaged tar, those before the damage."""
+    """Return the suffixes of the first members of a tar; of a damaged tar, the suffixes before the damage."""
     suffixes: list[str] = []
     with suppress(FormatError), folder.open(name):
         file = ShardFile(folder.locate(name))
@@ -87,7 +87,7 @@ def _kind(suffix: str) -> str:
 
 
 def _open(folder: SourceFolder) -> Source:
-    found: list[tuple[ShardFile, str, str, dict[str, _Extent]]] = []  # tar, its name, key, members by suffix
+    tar_samples: list[tuple[ShardFile, str, str, dict[str, _Extent]]] = []  # tar, its name, key, members by suffix
     bad: dict[str, str] = {}
     for name in folder.by_suffix.get(".tar", ()):
         samples: dict[str, dict[str, _Extent]] = {}
@@ -110,10 +110,10 @@ def _open(folder: SourceFolder) -> Source:
                 }
         except FormatError as exc:
             bad[name] = str(exc)
-            samples.pop(key, None)  # it may lack members
-        found += [(file, name, key, members) for key, members in samples.items()]
-    doubles = [key for key, count in Counter(key for _, _, key, _ in found).items() if count > 1]
-    notes = _note_stems([(key, members) for _, _, key, members in found])
+            samples.pop(key, None)  # the sample may lack members
+        tar_samples += [(file, name, key, members) for key, members in samples.items()]
+    doubles = [key for key, count in Counter(key for _, _, key, _ in tar_samples).items() if count > 1]
+    notes = _note_stems([(key, members) for _, _, key, members in tar_samples])
     if doubles:
         listed = f"{format_count(len(doubles), 'key')}, for example {list_names(doubles[:_NUM_NAMED])}"
         notes.append(f"several tars have the same {listed}, so all keys begin with the path of their tar")
@@ -125,7 +125,7 @@ def _open(folder: SourceFolder) -> Source:
                 partial(_load, folder, file, name, key, members),
                 key if not doubles and is_safe_key(key) else None,
             )
-            for file, name, key, members in found
+            for file, name, key, members in tar_samples
         ],
         bad=bad,
         notes=notes,

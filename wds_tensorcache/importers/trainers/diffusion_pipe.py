@@ -17,7 +17,7 @@ caption contains the tensors of all text encoders:
      "text": [{"clip_embed": …, "t5_embed": …}]}
 
 The items are joined by `image_spec`, the media file. The name of a sample is the folder of its size, and the path of the media
-file relative to the folder that contains all of them.
+file relative to the folder that contains all media files.
 
 The sample `uncond` of a model has only `text`. Leave it out of training, and choose one of several captions:
 
@@ -203,7 +203,7 @@ def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_It
 def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
     """Return the fingerprint and the items of a cache, in the trainer's order."""
     for suffix in ("-journal", "-wal"):
-        if f"{name}{suffix}" in folder:  # Hazard: SQLite would roll back what the journal lists
+        if f"{name}{suffix}" in folder:  # Hazard: SQLite would roll back the changes in the journal
             raise FormatError(
                 f"{_DATABASE}{suffix} exists, so caching was interrupted or still runs; let diffusion-pipe resume and finish it"
             ).at(name)

@@ -47,7 +47,7 @@ class ImageFile:
 class Joined(NamedTuple):
     """The files of one sample."""
 
-    latents: Sequence[ImageFile]  # one, perhaps followed by its sound; or none
+    latents: Sequence[ImageFile]  # one file, perhaps followed by its sound; or none
     resolution: str  # ending of the names of its tensors in the file of latents
     texts: Sequence[ImageFile]
     captions: Sequence[str]  # names of files

@@ -21,7 +21,7 @@ They become one sample, with the path of the image without suffix as its name:
 
 The entries have the same names for all models, also if the file has `latents_64x64` in place of `latents`. A sample has no
 `text` or `caption` without such a file; images without latents become samples too. If an image has both a `.caption` and a
-`.txt` file, the text of the latter is `tags`. Arrays that sd-scripts does not write are in `other`.
+`.txt` file, the text of the `.txt` file is `tags`. Arrays that sd-scripts does not write are in `other`.
 
 A file may contain latents of several resolutions: for several training resolutions, or abandoned when a bucket changed.
 sd-scripts does not record which resolutions are in use. Each resolution becomes a sample of the same structure, so that batches

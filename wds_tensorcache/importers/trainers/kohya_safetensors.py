@@ -14,7 +14,7 @@ They become the samples that `kohya` makes from `.npz` files, with the dtypes of
     }
 
 If any image has more than one caption, all samples have `texts` and `captions` in place of `text` and `caption`: lists with an
-item for each caption. `choose={("t5", "pool"): ("texts.*.t5_out", "texts.*.l_pooled")}` of `tc.Loader` draws one of them. If
+item for each caption. `choose={("t5", "pool"): ("texts.*.t5_out", "texts.*.l_pooled")}` of `tc.Loader` draws one caption. If
 texts were encoded with several numbers of tokens, the names are `text_256` and `text_512_m`. A file in which the captions have
 different tensors is an error: the branch as of commit f3a85060 mixes up the tensors when it adds a caption to a file.
 

@@ -17,8 +17,8 @@ Each sample is one media file: a dict with the content of its files by folder, a
 Its name is the path of the media file without suffix. Old versions number the files: `latents/latent_7.pt` belongs to
 `conditions/condition_7.pt`. The content is stored as it is, so old latents stay `[F * H * W, C]`.
 
-The trainer skips a media file without latents or conditions. The import reports it. Files of other folders may be missing,
-for example for clips without audio. Temporary files of an interrupted run (`.pt.tmp.1234`) are not read.
+The trainer skips a media file without latents or conditions. The import reports such a file. Files of other folders may be
+missing, for example for clips without audio. Temporary files of an interrupted run (`.pt.tmp.1234`) are not read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
         parts = name.split("/")
         for depth, part in enumerate(parts[:-1]):
             if part in (_LATENTS, _CONDITIONS):
-                kinds.setdefault("".join(f"{each}/" for each in parts[:depth]), set()).add(part)
+                kinds.setdefault("".join(f"{parent}/" for parent in parts[:depth]), set()).add(part)
     path = f"/{os.path.basename(os.path.abspath(folder.path))}/"
     end = f"/{_PRECOMPUTED}/"  # latents alone are common in other formats
     roots = sorted(root for root in kinds if len(kinds[root]) == 2 or (path + root).endswith(end))

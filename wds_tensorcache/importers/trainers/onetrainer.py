@@ -13,8 +13,8 @@ Each sample is one file of a concept, with a dict for its image and a dict for i
     {"image": {"latent_image": …, "original_resolution": …, "crop_resolution": …, "image_path": "/photos/harbor.png"},
      "text": {"tokens_1": …, "text_encoder_1_hidden_state": …}}
 
-If any concept has several variations of its text, such as random captions, `text` is a list of dicts in all samples; and
-likewise `image`, for random crops and flips. In training, choose one of them:
+If any concept has several variations of its text, such as random captions, `text` is a list of dicts in all samples.
+Random crops and flips make `image` such a list, too. In training, choose one of them:
 
     choose = {("tokens", "state"): ("text.*.tokens_1", "text.*.text_encoder_1_hidden_state")}
     loader = tc.Loader(cache, batch_size=4, choose=choose)

@@ -17,7 +17,7 @@ def read_stacked(folder: SourceFolder, name: str, needed: Sequence[str]) -> tupl
 
     Args:
         folder, name: Folder, and name of the file in it.
-        needed: Names of tensors that the file must have; the last one must have bytes for each row.
+        needed: Names of tensors that the file must have; the last of these must have bytes for each row.
 
     Raises:
         FormatError: The file lacks a `needed` tensor, its tensors have different numbers of rows, or the last `needed` tensor

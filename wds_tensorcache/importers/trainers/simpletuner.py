@@ -18,11 +18,12 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
 - `image_path` and `image_metadata` come from the JSON files. With these files, a sample's name is the folder of its file and
   the image's file name without suffix. Otherwise the name is the path of the file without suffix.
 - `text` has one dict for each caption that the cache contains. Captions are found by the `caption_strategy` in the JSON: in
-  `.txt` files next to the images (`textfile`), or in the file names of images (`filename`); without a strategy, in the `.txt`
-  file if the image has one, otherwise in its name. An `instance_prompt` is a caption, too. Other captions are unknown. If the
-  name of a file hashes only the path of its image, the caption is `""`; it is None if the image has a caption, because older
-  versions left it out of the hash. A sample is bad if its image has a `.txt` file, and the cache contains none of the image's
-  captions although other images have text. Embeddings that several images share are stored with each image.
+  `.txt` files next to the images (`textfile`), or in the file names of images (`filename`). Without a strategy, the caption is
+  in the `.txt` file if the image has such a file, otherwise in its name. An `instance_prompt` is a caption, too. Other captions
+  are unknown. If the name of a file hashes only the path of its image, the caption is `""`, or None if the image has a caption,
+  because older versions left the caption out of the hash. A sample is bad if its image has a `.txt` file, and the cache
+  contains none of the image's captions although other images have text. Embeddings that several images share are stored with
+  each image.
 
 So import the folder that contains the images' JSON and `.txt` files and both caches. If the caches are elsewhere, import each
 of them separately: the VAE cache gives samples `{"latents": …}`, the text cache gives samples `{"text": [{…}]}`.
@@ -67,7 +68,7 @@ class _Backend:
 
     @property
     def strategy(self) -> Any:
-        """Where captions come from, for example "filename" or "textfile"; None if the JSON does not tell."""
+        """The source of captions, for example "filename" or "textfile"; None if the JSON does not name it."""
         return self.config.get("caption_strategy")
 
 

@@ -23,7 +23,7 @@ _NUM_STRUCTURES = 64  # samples whose structures are merged
 _NUM_SHARDS = 24
 _NUM_FIELDS = 100
 _PICTURES_NBYTES, _TEXTS_NBYTES = 4_800_000, 1_800_000  # of all samples of a file, in Base64 and as JSON
-_NUM_LINES = 16_000  # lines of statistics in a file, one for each sample and tensor; each takes about 130 bytes
+_NUM_LINES = 16_000  # lines of statistics in a file, one for each sample and tensor; a line takes about 130 bytes
 _MAX_LINES = 300  # lines of statistics of one sample
 
 
@@ -142,7 +142,7 @@ def file_limits(survey: Survey) -> Limits:
         text_nbytes=min(8000, max(300, _TEXTS_NBYTES // num_samples)),
         num_pictures=num_pictures,
         picture_side=256,
-        # the first picture has twice the bytes of each of the other ones
+        # the first picture has twice the bytes of each other picture
         picture_nbytes=min(120_000, 2 * share // (num_pictures + 1)),
         num_tensors=min(_MAX_LINES, max(4, _NUM_LINES // num_samples)),
     )

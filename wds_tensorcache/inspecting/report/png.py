@@ -43,7 +43,7 @@ def fit_png(planes: Array, colors: Colors, kind: str, max_side: int, max_nbytes:
         if kind == "map":
             size = min(height, _MAX_MAP[0], max_side), min(width, _MAX_MAP[1], max_side)
         picture = paint(shrink(planes, *size), colors, kind)
-        encoded = encode_png(picture, 32)  # first, since finer colors cannot fit if this does not
+        encoded = encode_png(picture, 32)  # first: if 32 levels do not fit, finer colors do not fit either
         if len(encoded) <= max_nbytes or max(size) <= 8:
             finer = (encode_png(picture, num_levels) for num_levels in (256, 64))
             return next((png for png in finer if len(png) <= max_nbytes), encoded), size[1], size[0]

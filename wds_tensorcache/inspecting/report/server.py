@@ -43,7 +43,7 @@ class PageServer(ThreadingHTTPServer):
     Args:
         survey: Survey of some samples, made with `for_page=True`.
         report: Result of `overview`.
-        port: Port to listen on; 0 chooses a free one.
+        port: Port to listen on; 0 chooses a free port.
 
     Attributes:
         url: Address of the page, with the token.

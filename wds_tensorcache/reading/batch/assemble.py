@@ -78,7 +78,7 @@ def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any
     decoded = Decoded(request, layouts)
     structure = decoded.structure
     # In a worker, an error during pickling of the batch would not reach the caller. If a sample lacks a tensor, only its
-    # skeleton tells whether there is None in its place.
+    # skeleton shows whether there is None in the tensor's place.
     if not structure.is_plain or get_worker_info() is not None:
         decoded.check()
     elif layouts.is_mixed or structure.has_missing:

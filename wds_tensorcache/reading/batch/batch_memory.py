@@ -40,7 +40,7 @@ class Memory:
         is_gpu = device is not None and _is_gpu(device)
         if pin or is_gpu:
             # Pinned memory comes from torch's allocator, because only it knows which transfers are unfinished.
-            # If this is the first use of a GPU, it makes a context of 0.5 GB on the current one.
+            # The first use of a GPU makes a context of 0.5 GB on the current GPU.
             with torch.cuda.device(device) if is_gpu else nullcontext():
                 self._host = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._flat = self._host

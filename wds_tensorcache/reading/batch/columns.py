@@ -83,7 +83,7 @@ def layouts_of(rows: Rows) -> Layouts:
         and any(layout.form is not items[0].form or layout.further != items[0].further for layout in items[1:])
         and any(layout.named.keys() != items[0].named.keys() for layout in items[1:])
     )
-    # not the result, which refers to the rows
+    # not the `Layouts`, whose reference to the rows would be a cycle
     rows.known_layouts.extend((items, which, is_mixed))
     return Layouts(rows, *rows.known_layouts)
 
@@ -224,7 +224,7 @@ class Columns:
 
 
 def with_chosen(by_name: list[dict[str, _Item]], layouts: Layouts) -> list[dict[str, _Item]]:
-    """Replace, in the list `by_name`, the dict of each layout by one with its chosen tensors; return the list."""
+    """Replace each layout's dict in the list `by_name` by a dict with its chosen tensors; return the list."""
     for at, chosen in enumerate(layouts.chosen):
         stored_items, by_name[at] = by_name[at], dict(by_name[at])
         for name, stored in chosen.items():

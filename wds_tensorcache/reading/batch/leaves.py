@@ -23,11 +23,11 @@ class Leaves:
 
     Torch functions and operators treat it as the tensor `torch.tensor(leaves.tolist())`, on the device of the first tensor
     among their arguments. Bools become `torch.bool` and ints int64. Floats, and floats mixed with ints, become torch's default
-    dtype (float32). Every use makes a new tensor. `==` and `!=` compare it with a list as lists do. They compare it with a
+    dtype (float32). Every use makes a new tensor. `==` and `!=` compare the values with a list as lists do, and with a
     tensor, an array or a number element by element.
 
     It is not registered as a `Sequence`, and has no method `to`. To move a batch to a device, trainers rebuild every sequence
-    from its items, and call every method `to`. Either would decode all values.
+    from its items, and call every method `to`. Both would decode all values.
 
     Raises (on first use):
         BatchError: A sample's structure differs from the structure of the first sample. Or a torch function receives values
@@ -38,7 +38,7 @@ class Leaves:
     __slots__ = ("_decoded", "_list", "_path")
 
     def __init__(self, decoded: Any, path: Path, values: list[Any] | None = None) -> None:
-        self._decoded = decoded  # has a length and `column(path)`; None if there are values
+        self._decoded = decoded  # an object with a length and `column(path)`; None if `values` are passed
         self._path = path
         self._list = values
 
@@ -68,7 +68,7 @@ class Leaves:
 
     def _compare(self, name: str, other: Any) -> Any:
         if isinstance(other, (torch.Tensor, np.ndarray, np.generic, Lazy)):
-            return NotImplemented  # the other one compares element by element
+            return NotImplemented  # the tensor or array compares element by element
         values = self.tolist()
         if isinstance(other, _NUMBERS) and values and all(isinstance(value, _NUMBERS) for value in values):
             return getattr(self._as_tensor(), name)(other)
@@ -100,7 +100,7 @@ class Leaves:
             raise BatchError(
                 f"the values at {place!r}, such as {shown(values[0])}, do not form a tensor ({exc}); use .tolist()"
             ) from exc
-        # A blocking transfer would wait for all work of the GPU. This one copies pageable memory before it returns.
+        # A blocking transfer would wait for all work of the GPU. With `non_blocking`, torch first copies pageable memory.
         return tensor if device is None else tensor.to(device, non_blocking=True)
 
     @classmethod

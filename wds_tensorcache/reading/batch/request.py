@@ -24,7 +24,7 @@ from wds_tensorcache.shards.shard import Shard
 
 _MAX_KNOWN = 64
 _NUM_WITH_VALUES = 16
-_MAX_LAYOUTS = 8  # batches of more layouts rarely have the same ones again
+_MAX_LAYOUTS = 8  # batches of more layouts rarely have the same layouts again
 _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
@@ -235,7 +235,7 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     containers: list[tuple[type, Any, Any]] = []
 
     def visit(value: Any) -> int:
-        if type(value) is int:  # the index of a name; that of a path is inverted
+        if type(value) is int:  # the index of a name, or the inverted index of a path
             return value if value >= 0 else len(names) + ~value
         items = list(map(visit, value.values() if type(value) is dict else value))
         containers.append((type(value), tuple(value) if type(value) is dict else (), item_getter(items)))

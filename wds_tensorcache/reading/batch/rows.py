@@ -1,4 +1,4 @@
-"""Locate the samples of a batch: the shard, the row and the byte offset of each."""
+"""Locate the samples of a batch: the shard, the row and the byte offset of each sample."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from wds_tensorcache.reading.structure import difference, value_at
 
 
 class _Tensor:
-    """Stands for a tensor."""
+    """The placeholder of a tensor."""
 
 
 _TENSOR = _Tensor()
@@ -54,7 +54,7 @@ class _Group:
         slots = find(_number_leaves(self.template)) if self.template is not None else {}
         if slots and all(type(slot) is int for slot in slots.values()):
             rows = [{name: values[slot] for name, slot in slots.items()} for values in self.values]
-            if not any(value is None for row in rows for value in row.values()):  # which may be a missing alternative
+            if not any(value is None for row in rows for value in row.values()):  # None may be a missing alternative
                 return rows
         return list(map(find, self.samples()))
 
@@ -184,8 +184,8 @@ class Decoded:
 
     def _compare(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
         """Return a template and the values of sample `i`, after comparing its structure with the batch's structure."""
-        # Samples of one template differ only in plain values. All of these are alike, but only None may take the place of a
-        # tensor. So one sample is compared for all with None in the same places.
+        # Samples of one template differ only in plain values, of which only None may take the place of a tensor. So one
+        # comparison suffices for all samples with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)
         if key not in self.structure.checked:
             self._build(i)

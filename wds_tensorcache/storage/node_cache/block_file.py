@@ -23,7 +23,7 @@ from wds_tensorcache.storage.system import SHORTAGES, boot_id
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
 BLOCK = 4096
 SUFFIX = ".blocks"
-# the byte that processes lock while they have mapped a file; the lock of a block is that of a smaller byte
+# the byte that processes lock while they have mapped a file; smaller bytes are the locks of blocks
 MAPPED = 1 << 62
 _MAGIC = b"wds_tensorcache node cache 1\n".ljust(32, b"\0")
 _PRESENT = b"\1"  # bytes of the map

@@ -104,7 +104,7 @@ class NodeCache:
                     gap = largest_gap(file.url) // BLOCK
                     wanted.append(Wanted(file, block_file, block_file.absent(block_runs(begins, ends, gap))))
             except OSError as exc:
-                self._warn(exc)  # other files may be better
+                self._warn(exc)  # other files may still be usable
             except Bypass as exc:
                 self._rest(exc)
         if wanted and not self._is_resting():
@@ -141,13 +141,13 @@ class NodeCache:
                 return None
             block_file = self.folder.open_file(digest, file.nbytes)
             while len(self._open) >= self._max_open:
-                with suppress(StopIteration, RuntimeError):  # another thread changes it, too
+                with suppress(StopIteration, RuntimeError):  # another thread changes the dict, too
                     self._open.pop(next(iter(self._open)), None)
             self._open[digest] = block_file
         return block_file
 
     def _close_evicted(self) -> None:
-        """Close the local files that were evicted: those that are mapped take space on disk until then."""
+        """Close the local files that were evicted: mapped files take space on disk until they are closed."""
         for digest, block_file in list(self._open.items()):
             if not block_file.is_current():
                 self._open.pop(digest, None)
@@ -168,7 +168,7 @@ class CachedFile(RemoteFile):
     """A remote file that is read through a node's cache.
 
     Args:
-        cache: The `NodeCache` through which it is read.
+        cache: The `NodeCache` through which the file is read.
         url, nbytes, tag, manifest: As for `RemoteFile`.
 
     Threads/fork/pickle: any thread and any forked process may read. Not pickled.

@@ -104,7 +104,7 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
             continue
         held.append(locks)
         locked = [(first, last) for first, last in entry.runs if locks.lock(first, last - first)]
-        # another process may have fetched them, or evicted the file, before this one had the lock
+        # another process may have fetched them, or evicted the file, before this process had the lock
         absent = entry.file.absent(locked) if entry.file.is_current() else []
         if absent:
             claimed.append(entry._replace(runs=absent))
@@ -114,7 +114,7 @@ def _claim(todo: Sequence[Wanted], held: list[RangeLocks]) -> tuple[list[Wanted]
 
 
 def _wait(busy: Sequence[Wanted]) -> None:
-    """Wait until every process that fetches one of the blocks has stored it, or has failed."""
+    """Wait until each of the blocks was stored, or the process that fetches the block has failed."""
     for entry in busy:
         locks = _open_locks(entry)
         if locks is None:
@@ -147,7 +147,7 @@ def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) ->
     for (entry, _), (begin, end) in zip(wave, extents, strict=True):
         ranges.append((entry.remote, begin, [memory[at : at + end - begin]]))
         at += end - begin
-    # no gaps between ranges: those blocks are present, or another process is fetching them
+    # no gaps: the blocks between the ranges are present, or another process is fetching them
     fetch(ranges, merges=False)
     with _errors_of_disk():
         for (entry, run), (_, _, (content,)) in zip(wave, ranges, strict=True):

@@ -32,7 +32,7 @@ _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}").fullmatch
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 _WAIT_S = 60.0  # a process that holds the lock longer was probably stopped
 _KEPT_FREE = 50  # the cache leaves this part of the file system free
-# ext4 lists so many runs of a file's blocks in one further block, which the file also takes on disk
+# ext4 lists up to this many runs of a file's blocks in one further block, which the file also takes on disk
 _RUNS_PER_TABLE = 170
 _SPARE = 64  # eviction frees this part of the limit at once, so that it does not run for every block
 
@@ -88,7 +88,7 @@ def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFo
     except OSError as exc:
         if exc.errno not in _UNWRITABLE:
             raise
-        return CacheFolder(path, max_nbytes)  # reads then warn, and do without it
+        return CacheFolder(path, max_nbytes)  # reads then warn, and bypass the cache
     if not stat.S_ISDIR(status.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "cache_dir= is a file; pass the path of a folder", path)
     check_owner(path, status, stat.S_ISDIR, OTHERS_MAY_WRITE)
@@ -129,7 +129,7 @@ class CacheFolder:
             if file is None:
                 self._make_room(2 * BLOCK + nbytes // BLOCK, space)
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)  # it is damaged, or of an earlier boot
+                    os.unlink(path)  # the file is damaged, or of an earlier boot
                 write_file(path)
                 write_layout(path, digest, nbytes)
                 file = open_block_file(path, digest, nbytes)

@@ -18,7 +18,7 @@ from wds_tensorcache.storage.threads import Threads, per_process
 
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
-_COST = 2  # measured: how long one of many requests takes, in multiples of its part of the latency
+_COST = 2  # measured time of one of many requests, in multiples of its part of the latency
 
 _Result = TypeVar("_Result")
 
@@ -45,7 +45,7 @@ class _Counts(threading.local):
 COUNTS = _Counts()
 _executor = per_process(lambda: Threads(MAX_REQUESTS, "tensorcache-remote"))
 _local = threading.local()
-_scratch = memoryview(bytearray(_MOST_GAP))  # bytes between ranges go here, from all threads at once; never read
+_scratch = memoryview(bytearray(_MOST_GAP))  # gaps are read into it, by all threads at once; its content is never used
 
 
 def pace_of(url: str) -> Pace:

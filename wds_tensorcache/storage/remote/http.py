@@ -97,7 +97,7 @@ class HttpClient:
             yield response, state
 
     def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        # not HEAD: a url may be signed for GET alone, and a head that was cut short cannot be told from a whole one
+        # not HEAD: a url may be signed for GET alone, and a truncated head looks like a whole head
         with self._get(request, f"bytes=0-{max(nbytes, 1) - 1}") as (response, state):
             if response.status == 200:
                 if state is not None and state.nbytes <= nbytes:
@@ -130,7 +130,7 @@ class HttpClient:
                     return copy.state, copy.read(request, max(0, copy.state.nbytes - nbytes), copy.state.nbytes)
                 elif response.status not in _NO_SUFFIX:
                     raise _refusal(response, request)
-                elif response.status != 416:  # which is also the response for an empty object
+                elif response.status != 416:  # 416 is also the response for an empty object
                     self._num_suffixes_ignored = _NUM_REPEATED + 1
         return None
 
@@ -176,7 +176,7 @@ class HttpClient:
                     done, view = done + count, view[count:]
         finally:
             self.pace.end(begun, done)
-            # with another tag, the rest could be that of a changed object
+            # with another tag, the rest could come from a changed object
             if done and state is not None and (state.tag or "").startswith('"'):
                 request.state, request.at = state, request.at + done
 

@@ -49,7 +49,7 @@ class _Head(HTTPResponse):
 
     def begin(self) -> None:
         super().begin()
-        while 102 <= self.status < 200:  # otherwise the next request would get the response to this one
+        while 102 <= self.status < 200:  # otherwise the next request would get the response to this request
             self.headers: Any = None  # so that `begin` reads another head
             super().begin()
         is_cut = self.status in _NEED_HEADERS and self.length != 0 and not self.fp.peek(1)
@@ -150,7 +150,7 @@ class Transport:
 
     def __init__(self, origin: str, authorization: str | None) -> None:
         self._origin = origin
-        # The environment and the netrc file are read once: for each request, that takes as long as the rest.
+        # The environment and the netrc file are read once: for each request, that would double the time.
         self._routes: dict[str, _Route] = {}  # by origin
         self._authorization = authorization or _read_netrc(origin)
 
@@ -241,7 +241,7 @@ def _make_route(origin: str) -> _Route:
         address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         manager = urllib3.ProxyManager(address, proxy_headers=headers, **options)
     manager.pool_classes_by_scheme = {"http": _HTTPPool, "https": _HTTPSPool}
-    if proxy is not None:  # only the manager knows what a proxy needs
+    if proxy is not None:  # the manager prepares requests for the proxy
         return partial(manager.urlopen, "GET")
     pool = manager.connection_from_url(origin)  # takes less time than its manager
     return lambda url, **options: pool.urlopen("GET", url[len(origin) :], **options)
@@ -268,7 +268,7 @@ def _redirect_target(url: str, location: str | None, request: Request, status: i
         raise request.error("a redirect without an address", status)
     target = scheme = ""
     try:
-        # servers send UTF-8, which the head was decoded from as latin-1
+        # servers send UTF-8, but the head was decoded as latin-1
         target = urljoin(url, location.encode("latin-1", "replace").decode("utf-8", "replace"))
         scheme = urlsplit(target).scheme
         target = web_url(target)
@@ -298,7 +298,7 @@ def _is_final(error: BaseException) -> bool:
     return isinstance(error, (urllib3.exceptions.LocationValueError, urllib3.exceptions.InvalidHeader, UnicodeError))
 
 
-# Texts of errors may contain urls with signatures, and credentials of a proxy. So none of them is shown.
+# Texts of errors may contain urls with signatures, and credentials of a proxy. So no text is shown.
 _FAULTS: tuple[tuple[Any, str], ...] = (
     (ProxyError, "no connection to the proxy"),
     (NameResolutionError, "the server's name is unknown"),

@@ -78,7 +78,7 @@ class Copies:
                 return None
             if copy.state.tag != state.tag and None not in (copy.state.tag, state.tag):
                 return None
-            self._copies[url] = self._copies.pop(url)  # the last is the latest used
+            self._copies[url] = self._copies.pop(url)  # the most recently used copy is the last
             return copy
 
     def keep(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> Copy:

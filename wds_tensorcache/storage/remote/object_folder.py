@@ -29,10 +29,10 @@ _LONGEST_S = 600.0  # a thousand writers that finish at once have changed the ma
 # Google refuses more than about one change of an object each second with status 429
 _BUSY = frozenset({409, 429})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 2.0
-_TOKEN = "tensorcache"  # user-defined metadata of an object: which call created it
-# uploads are given up below 512 KiB/s, 8 times the rate of reads: a large one that stalls would hold up its writer for hours
+_TOKEN = "tensorcache"  # user-defined metadata of an object: identifies the call that created it
+# uploads are given up below 512 KiB/s, 8 times the rate of reads: a large upload that stalls would hold up its writer for hours
 _UPLOAD_FACTOR = 8
-_PROBE = ".tensorcache-conditions"  # one name for all writers, of which those that may not delete leave a single object
+_PROBE = ".tensorcache-conditions"  # one name for all writers: writers that may not delete leave a single object
 
 _Result = TypeVar("_Result")
 
@@ -217,7 +217,7 @@ class ObjectFolder:
         return None
 
     def _delete(self, urls: list[str]) -> None:
-        """Delete objects; ignore those that do not exist."""
+        """Delete objects; ignore missing objects."""
         keys = [bucket_and_key(url)[1] for url in urls]
         with contextlib.suppress(FileNotFoundError):
             self._call(Request(urls[0]), lambda store, _: store.delete(keys))

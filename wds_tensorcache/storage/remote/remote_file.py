@@ -1,4 +1,4 @@
-"""A remote shard with the reading methods of a local one."""
+"""A remote shard with the reading methods of a local shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wds_tensorcache.storage.remote.retry import MissingBucketError, Request
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
-RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None is not known yet
+RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None until known
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
 
 

@@ -37,7 +37,7 @@ _NOT_PERMITTED = "the credentials of this process do not permit this request, or
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>(\w+)</Code>|\(code: (\w+)\)")
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|bucket does not exist").search  # of S3, Azure and Google
-# S3 gives the first one status 400: no byte of an upload arrived for 20 s
+# S3 gives `RequestTimeout` the status 400: no byte of an upload arrived for 20 s
 _TRANSIENT_CODES = frozenset({"RequestTimeout", "IncompleteBody", "BadDigest"})
 _EXPIRED = "the credentials of this process have expired"
 # by parts of the text of an error without a status: the status, and the problem
@@ -122,7 +122,7 @@ class StoreClient:
             raise ImportError(f"{need}: pip install 'wds-tensorcache[remote]'") from missing
         _pid = os.getpid()
         make = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self.scheme]
-        # client_options= would replace those in the environment, such as AWS_ALLOW_HTTP.
+        # client_options= would replace the options in the environment, such as AWS_ALLOW_HTTP.
         config = {
             "timeout": f"{limit_s:.0f}s",
             "connect_timeout": f"{min(_CONNECT_S, limit_s):.0f}s",

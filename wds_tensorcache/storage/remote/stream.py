@@ -12,7 +12,7 @@ from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.remote.retry import Cancel
 from wds_tensorcache.storage.urls import conceal
 
-_MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each is twice as long as the one before
+_MIN_NBYTES, _MAX_NBYTES = 1 << 18, 1 << 22  # of a request; each request is twice as long as the last
 _NUM_REQUESTS = 4
 _MEMORY = Pool(1 << 25)
 
