@@ -14,7 +14,7 @@ import pytest
 
 from tests import children
 from tests.remote.objects import Objects, cached, nbytes_on_disk
-from wds_tensorcache.storage.node_cache import fill
+from wds_tensorcache.storage.node_cache import folder
 from wds_tensorcache.storage.node_cache.block_file import BLOCK
 from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache, open_node_cache
 from wds_tensorcache.storage.node_cache.identity import digest_of
@@ -109,11 +109,11 @@ def test_the_limit_holds_over_all_processes(objects: Objects, path: Path) -> Non
         cache = open_node_cache(path, limit)
         read_random(cache, objects, [cached(cache, each) for each in added], seed, 60)
 
-    folder = open_node_cache(path, limit).folder
+    space = open_node_cache(path, limit).folder
     started = [children.start(lambda seed=seed: work(seed)) for seed in range(4)]
     most, codes = 0, []
     while len(codes) < len(started):
-        with folder._lock_space():  # else a file could be seen before it is evicted, and another one after it has grown
+        with space._lock_space():  # else a file could be seen before it is evicted, and another one after it has grown
             most = max(most, nbytes_on_disk(path))
         done, status = os.waitpid(started[len(codes)], os.WNOHANG)
         codes += [os.waitstatus_to_exitcode(status)] if done else []
@@ -132,7 +132,7 @@ def test_a_stopped_process_does_not_stop_others(objects: Objects, path: Path, mo
         while not objects.requests():  # the child has locked the blocks, and fetches them
             time.sleep(0.005)
         os.kill(child, signal.SIGSTOP)
-        monkeypatch.setattr(fill, "_WAIT_S", 0.05)
+        monkeypatch.setattr(folder, "_WAIT_S", 0.05)
         cache = open_node_cache(path)
         with pytest.warns(UserWarning, match="a process was stopped"):
             assert cached(cache, added).read(0, 8 * BLOCK) == objects.content(added[0])

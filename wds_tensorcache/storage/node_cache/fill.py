@@ -14,7 +14,6 @@ from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.remote.fetch import fetch_many
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
-_WAIT_S = 60.0  # a process that fetches a block for longer was probably stopped
 _MAX_REQUEST_NBYTES = 1 << 23
 _MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time
 
@@ -121,7 +120,7 @@ def _wait(busy: Sequence[Wanted]) -> None:
             continue
         with closing(locks):
             for first, last in entry.runs:
-                lock_within(locks, first, last - first, _WAIT_S, shared=True)
+                lock_within(locks, first, last - first, shared=True)
                 locks.unlock(first, last - first)
 
 
