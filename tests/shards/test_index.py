@@ -15,8 +15,6 @@ import pytest
 import safetensors.torch
 import torch
 import webdataset as wds
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
@@ -159,27 +157,6 @@ def test_by_hand(tmp_path: Path, format: int, key: str, capitals: bool) -> None:
         with tc.open(path, io=io_) as cache:
             assert cache.read_batch([3, 1])["x"].tolist() == [[3, 4, 5], [1, 2, 3]]
             assert [sample["x"].tolist() for sample in cache] == [[i, i + 1, i + 2] for i in range(4)]
-
-
-@given(st.data())
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-def test_any_samples(tmp_path: Path, data: st.DataObject) -> None:
-    keys = data.draw(st.lists(st.text("abc/é0", min_size=1, max_size=5), unique=True, max_size=8))
-    names = ["", "a", "b-1"]
-    with tc.ShardWriter(tmp_path / "x.tar", overwrite=True, fsync=False) as sink:
-        for key in keys:
-            members: dict[str, Any] = {
-                f"{name}.tensorcache" if name else "tensorcache": [torch.zeros(data.draw(st.integers(0, 3)))]
-                for name in data.draw(st.lists(st.sampled_from(names), unique=True))
-            }
-            members |= dict.fromkeys(data.draw(st.lists(st.sampled_from(["jpg", "a.b", "txt"]), unique=True)), b"x")
-            if members and key.isascii() and all(key.split("/")):
-                sink.write(key, **members)
-            else:
-                with pytest.raises(tc.InvalidKeyError):
-                    sink.write(key, **members)
-    if (tmp_path / "x.tar").exists():
-        assert_three_agree(tmp_path / "x.tar")
 
 
 # --- memory ---

@@ -154,41 +154,6 @@ def test_one_limit_for_all_caches(shards600: Path) -> None:
     assert under_limit(128, USE, shards600) == ["32", "32", "16", "16"]
 
 
-CACHES = """
-    import sys, random
-    import torch
-    import wds_tensorcache as tc
-
-    folders = sys.argv[1:]
-    caches = [tc.open(folder) for folder in folders]
-    joined = tc.join({str(i): cache for i, cache in enumerate(caches)})
-    order = random.Random(0).sample(range(600), 600)
-    for at in range(0, 600, 200):
-        batch = joined.read_batch(order[at : at + 200])
-        assert all(batch[str(i)]["x"][:, 0].tolist() == order[at : at + 200] for i in range(4))
-    mixed = tc.Loader(mix={str(i): cache for i, cache in enumerate(caches)}, batch_size=100, shuffle=True, seed=0)
-    steps = iter(mixed)
-    for _ in range(8):
-        next(steps)["x"]
-    for batch in tc.Loader(caches[0], batch_size=100, shuffle=True, seed=0):
-        pass
-    for cache in caches[1:]:
-        found = [int(i) for batch in tc.Loader(cache, batch_size=100) for i in batch["x"][:, 0]]
-        assert found == list(range(600))
-    print("read")
-"""
-
-
-@linux
-@pytest.mark.long
-def test_four_caches_of_300_shards(tmp_path: Path) -> None:
-    """Joined, mixed, and one trained while three are validated."""
-    folders = [tmp_path / str(i) for i in range(4)]
-    for folder in folders:
-        many_shards(folder, 300)
-    assert under_limit(1024, CACHES, *folders) == ["read"]
-
-
 @linux
 def test_maps_have_a_bound(shards600: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards beyond it are read."""

@@ -322,18 +322,6 @@ def test_when_it_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert os.listdir(tmp_path) == []
 
 
-INSTALL_DALI = "needs NVIDIA DALI: pip install nvidia-dali-cuda130 (runs without a GPU)"
-
-
-def test_dalis_index_is_that_of_its_own_tool(tmp_path: Path) -> None:
-    pytest.importorskip("nvidia.dali", reason=INSTALL_DALI)
-    wds2idx = pytest.importorskip("wds2idx", reason=INSTALL_DALI)
-    write(tmp_path / "x.tar")
-    with wds2idx.IndexCreator(str(tmp_path / "x.tar"), str(tmp_path / "theirs"), verbose=False) as index:
-        index.create_index()
-    assert (tmp_path / "x.idx").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
 @pytest.mark.parametrize("nbytes", [1 << 20, 3 << 20], ids=["by the thread", "in place"])
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     full = [False]
