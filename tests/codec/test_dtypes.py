@@ -47,16 +47,12 @@ def test_torch_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
         torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        torch.arange(3).expand(5, 3),
         torch.arange(10)[2::3],
-        torch.randn(4, dtype=torch.complex64).conj(),
         torch.randn(4, dtype=torch.complex64).conj().imag,
-        torch.randn(3, requires_grad=True) * 2,
         torch.nn.Parameter(torch.randn(3)),
     ],
-    ids=["permuted", "channels_last", "expanded", "strided", "conj", "neg", "grad", "parameter"],
+    ids=["channels_last", "strided", "neg", "parameter"],
 )
 def test_values_of_unusual_tensors(tensor: torch.Tensor) -> None:
     loaded = round_trip(tensor).load()
