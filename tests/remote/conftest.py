@@ -27,8 +27,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
 
 
 @pytest.fixture
-def objects(tmp_path: Path) -> Objects:
-    return Objects(tmp_path / "objects")
+def objects(http_server: HttpServer) -> Objects:
+    return Objects(http_server)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from tests import children
 from tests.remote.objects import Objects, cached, nbytes_on_disk
-from wds_tensorcache.storage.node_cache import fill
+from wds_tensorcache.storage.node_cache import folder
 from wds_tensorcache.storage.node_cache.block_file import BLOCK
 from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache, open_node_cache
 from wds_tensorcache.storage.node_cache.identity import digest_of
@@ -49,21 +49,21 @@ def blocks_requested(requests: list[tuple[str, int, int]]) -> Counter[tuple[str,
 
 
 def test_a_read_of_no_bytes_makes_no_request(objects: Objects, path: Path) -> None:
-    file = cached(open_node_cache(path, None, objects.fetch), objects.add("a.tar", BLOCK))
+    file = cached(open_node_cache(path), objects.add("a.tar", BLOCK))
     assert file.read(5, 5) == b""
     assert objects.requests() == []
 
 
 def test_processes_and_threads_request_each_block_once(objects: Objects, path: Path) -> None:
     """Four processes open the cache, four are forked from a reader, and six threads share it."""
-    objects.latency_s = 0.002
+    objects.server.set(latency_s=0.002)
     added = [objects.add(f"{number}.tar", 64 * BLOCK + 1 + number) for number in range(3)]
-    inherited = open_node_cache(path, None, objects.fetch)
+    inherited = open_node_cache(path)
     of_parent = [cached(inherited, each) for each in added]
     read_random(inherited, objects, of_parent, 99, 3)
 
     def work(seed: int) -> None:
-        cache = open_node_cache(path, None, objects.fetch) if seed % 2 else inherited
+        cache = open_node_cache(path) if seed % 2 else inherited
         files = [cached(cache, each) for each in added] if seed % 2 else of_parent
         read_random(cache, objects, files, seed, 20)
         cache.read_many([(file, 0, [bytearray(file.nbytes)]) for file in files])
@@ -79,12 +79,12 @@ def test_processes_and_threads_request_each_block_once(objects: Objects, path: P
 
 @pytest.mark.long
 def test_killed_processes_leave_nothing_wrong(objects: Objects, path: Path) -> None:
-    objects.latency_s = 0.001
+    objects.server.set(latency_s=0.001)
     added = [objects.add(f"{number}.tar", 40 * BLOCK + 5) for number in range(3)]
     random = np.random.default_rng(7)
 
     def work(seed: int) -> None:
-        cache = open_node_cache(path, 60 * BLOCK, objects.fetch)
+        cache = open_node_cache(path, 60 * BLOCK)
         read_random(cache, objects, [cached(cache, each) for each in added], seed, 1000)
 
     for kill in range(40):
@@ -93,10 +93,10 @@ def test_killed_processes_leave_nothing_wrong(objects: Objects, path: Path) -> N
         for child in started:
             os.kill(child, signal.SIGKILL)
         assert children.finish(started) == [-signal.SIGKILL] * 3
-        cache = open_node_cache(path, 60 * BLOCK, objects.fetch)
+        cache = open_node_cache(path, 60 * BLOCK)
         # no lock remains, and all bytes are right
         read_random(cache, objects, [cached(cache, each) for each in added], kill, 3)
-    cache = open_node_cache(path, None, objects.fetch)
+    cache = open_node_cache(path)
     for each in added:
         assert cached(cache, each).read(0, each[1]) == objects.content(each[0])
 
@@ -106,14 +106,14 @@ def test_the_limit_holds_over_all_processes(objects: Objects, path: Path) -> Non
     added = [objects.add(f"{number}.tar", 40 * BLOCK) for number in range(8)]
 
     def work(seed: int) -> None:
-        cache = open_node_cache(path, limit, objects.fetch)
+        cache = open_node_cache(path, limit)
         read_random(cache, objects, [cached(cache, each) for each in added], seed, 60)
 
-    folder = open_node_cache(path, limit, objects.fetch).folder
+    space = open_node_cache(path, limit).folder
     started = [children.start(lambda seed=seed: work(seed)) for seed in range(4)]
     most, codes = 0, []
     while len(codes) < len(started):
-        with folder._lock_space():  # else a file could be seen before it is evicted, and another one after it has grown
+        with space._lock_space():  # else a file could be seen before it is evicted, and another one after it has grown
             most = max(most, nbytes_on_disk(path))
         done, status = os.waitpid(started[len(codes)], os.WNOHANG)
         codes += [os.waitstatus_to_exitcode(status)] if done else []
@@ -126,21 +126,21 @@ def test_the_limit_holds_over_all_processes(objects: Objects, path: Path) -> Non
 
 def test_a_stopped_process_does_not_stop_others(objects: Objects, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     added = objects.add("a.tar", 8 * BLOCK)
-    slow = Objects(objects.folder, latency_s=600)
-    child = children.start(lambda: cached(open_node_cache(path, None, slow.fetch), added).read(0, 8 * BLOCK))
+    objects.server.script("a.tar", {"stall_s": 600})
+    child = children.start(lambda: cached(open_node_cache(path), added).read(0, 8 * BLOCK))
     try:
-        while not (objects.folder / "log").exists():  # the child has locked the blocks, and fetches them
+        while not objects.requests():  # the child has locked the blocks, and fetches them
             time.sleep(0.005)
         os.kill(child, signal.SIGSTOP)
-        monkeypatch.setattr(fill, "_WAIT_S", 0.05)
-        cache = open_node_cache(path, None, objects.fetch)
+        monkeypatch.setattr(folder, "_WAIT_S", 0.05)
+        cache = open_node_cache(path)
         with pytest.warns(UserWarning, match="a process was stopped"):
             assert cached(cache, added).read(0, 8 * BLOCK) == objects.content(added[0])
         assert cached(cache, added).read(5, 80) == objects.content(added[0])[5:80]
     finally:
         os.kill(child, signal.SIGKILL)
         children.finish([child])
-    read = cached(open_node_cache(path, None, objects.fetch), added).read
+    read = cached(open_node_cache(path), added).read
     assert read(0, 8 * BLOCK) == objects.content(added[0])
     objects.requests()
     assert read(0, 8 * BLOCK) == objects.content(added[0])
@@ -149,14 +149,13 @@ def test_a_stopped_process_does_not_stop_others(objects: Objects, path: Path, mo
 
 def test_a_bound_on_open_files(objects: Objects, path: Path) -> None:
     added = [objects.add(f"{number}.tar", 2 * BLOCK) for number in range(40)]
-    cache = open_node_cache(path, None, objects.fetch, max_open=8)
-    before = len(os.listdir("/proc/self/fd"))
+    cache = open_node_cache(path, max_open=8)
     files = [cached(cache, each) for each in added]
     for _ in range(2):
         ranges = [(file, 0, [bytearray(file.nbytes)]) for file in files]
         cache.read_many(ranges)
         assert all(bytes(buffer) == objects.content(file.url) for file, _, (buffer,) in ranges)
-        assert len(os.listdir("/proc/self/fd")) <= before + 8
+        assert sum(path in each.resolve().parents for each in Path("/proc/self/fd").iterdir()) <= 8
     assert len(objects.requests()) == 40
 
 

@@ -59,10 +59,10 @@ def test_folders_that_are_refused(
         refused.append((path, PermissionError, "owner 12345"))
     for place, error, message in refused:
         with pytest.raises(error, match=message):
-            open_node_cache(place, None, objects.fetch)
+            open_node_cache(place)
     monkeypatch.setattr(folder, "file_system", lambda path: ("nfs4", True))
     with pytest.raises(ValueError, match="nfs4, a network file system"):
-        open_node_cache(tmp_path / "cache2", None, objects.fetch)
+        open_node_cache(tmp_path / "cache2")
 
 
 def _overwrite(begin: int, content: bytes) -> Callable[[Path], None]:
@@ -110,15 +110,15 @@ UNNOTICED = {"header", "marks", "fifo", "link"}
 )
 def test_damaged_files_are_replaced(objects: Objects, path: Path, what: str, is_open: bool) -> None:
     added = objects.add("a.tar", NBYTES)
-    source = cached(open_node_cache(path, None, objects.fetch), added)
+    source = cached(open_node_cache(path), added)
     assert source.read(0, 10 * BLOCK) == objects.content(added[0])[: 10 * BLOCK]
     DAMAGES[what](files(path)[0])
     if not is_open:
-        source = cached(open_node_cache(path, None, objects.fetch), added)
+        source = cached(open_node_cache(path), added)
     assert source.read(0, source.nbytes) == objects.content(added[0])
     objects.requests()
     if what not in UNNOTICED or not is_open:
-        read(open_node_cache(path, None, objects.fetch), objects, added)
+        read(open_node_cache(path), objects, added)
         assert objects.requests() == []
         assert not files(path)[0].is_symlink()
 
@@ -127,11 +127,11 @@ def test_blocks_do_not_survive_a_crash_of_the_machine(
     objects: Objects, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added = objects.add("a.tar", NBYTES)
-    read(open_node_cache(path, None, objects.fetch), objects, added)
+    read(open_node_cache(path), objects, added)
     _overwrite(0, bytes(NBYTES))(files(path)[0])  # the crash has lost bytes, and kept the map
     monkeypatch.setattr(block_file, "boot_id", lambda: "00000000-0000-0000-0000-000000000000")
     for num_requests in (2, 0):
-        read(open_node_cache(path, None, objects.fetch), objects, added)
+        read(open_node_cache(path), objects, added)
         assert len(objects.requests()) == num_requests
 
 
@@ -144,7 +144,7 @@ def test_a_damaged_count_of_bytes_and_foreign_files(objects: Objects, path: Path
     (path / "folder").mkdir()
     foreign = nbytes_on_disk(path)
     for each in add(objects, 6):
-        read(open_node_cache(path, 3 * NBYTES, objects.fetch), objects, each)
+        read(open_node_cache(path, 3 * NBYTES), objects, each)
         (path / "space").write_bytes(content)
     assert nbytes_on_disk(path) - foreign <= 3 * NBYTES
     assert len(files(path)) == 2
@@ -154,16 +154,16 @@ def test_a_damaged_count_of_bytes_and_foreign_files(objects: Objects, path: Path
 def test_the_least_recently_used_file_is_evicted(objects: Objects, path: Path) -> None:
     limit = (4 * (COUNT + 2) + 2) * BLOCK  # with a block for the number, and one for a table of the file system
     added = add(objects, 5)
-    cache = open_node_cache(path, limit, objects.fetch)
+    cache = open_node_cache(path, limit)
     for number, each in enumerate(added[:4]):
         read(cache, objects, each)
         (last,) = [file for file in files(path) if file.stat().st_mtime > 1000 * 4]
         os.utime(last, (number * 1000, number * 1000))
     # a use by another process makes the oldest the newest
-    read(open_node_cache(path, limit, objects.fetch), objects, added[0])
+    read(open_node_cache(path, limit), objects, added[0])
     read(cache, objects, added[4])
     objects.requests()
-    fresh = open_node_cache(path, limit, objects.fetch)
+    fresh = open_node_cache(path, limit)
     read(fresh, objects, *(added[number] for number in (0, 2, 3, 4)))
     assert objects.requests() == []
     read(fresh, objects, added[1])
@@ -172,7 +172,7 @@ def test_the_least_recently_used_file_is_evicted(objects: Objects, path: Path) -
 
 def test_the_limit_includes_what_the_file_system_adds(objects: Objects, path: Path) -> None:
     """ext4 lists the fifth and later runs of blocks of a file in a block of its own."""
-    source = cached(open_node_cache(path, limit := 9 * BLOCK, objects.fetch), objects.add("a.tar", 8 * MB))
+    source = cached(open_node_cache(path, limit := 9 * BLOCK), objects.add("a.tar", 8 * MB))
     for number in range(8):
         assert source.read(number * MB, number * MB + 1) == objects.content(source.url)[number * MB :][:1]
         assert 0 < nbytes_on_disk(path) <= limit
@@ -181,10 +181,10 @@ def test_the_limit_includes_what_the_file_system_adds(objects: Objects, path: Pa
 
 def test_files_that_are_evicted_or_deleted_while_they_are_open(objects: Objects, path: Path) -> None:
     added, other = add(objects, 2)
-    cache = open_node_cache(path, None, objects.fetch)
+    cache = open_node_cache(path)
     read(cache, objects, added)
     (fd,) = [each.fd for each in cache._open.values()]
-    read(open_node_cache(path, NBYTES + 4 * BLOCK, objects.fetch), objects, other)
+    read(open_node_cache(path, NBYTES + 4 * BLOCK), objects, other)
     assert os.fstat(fd).st_blocks == 0
     source = cached(cache, added)
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_files_that_are_evicted_or_deleted_while_they_are_open(objects: Objects,
         shutil.rmtree(path)
     assert source.read(0, 5) == objects.content(added[0])[:5]
     assert path.stat().st_mode & 0o777 == 0o700
-    cache = open_node_cache(path, 8 * BLOCK, objects.fetch)
+    cache = open_node_cache(path, 8 * BLOCK)
     with pytest.warns(UserWarning, match="one read needs 90,112 bytes, but cache_nbytes is 32,768"):
         read(cache, objects, other)
     read(cache, objects, other)
@@ -215,12 +215,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_means_reading_through(objects: Objects, small_disk: Path) -> None:
     (small_disk / "foreign").write_bytes(bytes(MB - NBYTES))
     added = add(objects, 30)
-    cache = open_node_cache(small_disk / "cache", None, objects.fetch)
+    cache = open_node_cache(small_disk / "cache")
     with pytest.warns(UserWarning, match="the disk is full"):
         read(cache, objects, added[0])
     read(cache, objects, *added[:3])
     (small_disk / "foreign").unlink()
-    fresh = open_node_cache(small_disk / "cache", None, objects.fetch)
+    fresh = open_node_cache(small_disk / "cache")
     objects.requests()
     read(fresh, objects, added[1], added[1])
     assert len(objects.requests()) == 1
@@ -231,27 +231,30 @@ def test_a_full_disk_means_reading_through(objects: Objects, small_disk: Path) -
     fresh.close()
     cache.close()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    cache = open_node_cache(small_disk / "cache", None, objects.fetch)
+    cache = open_node_cache(small_disk / "cache")
     with pytest.warns(UserWarning, match="Read-only"):
         read(cache, objects, added[0])
     read(cache, objects, added[1])
 
 
-def test_a_lack_of_descriptors_does_not_replace_good_files(objects: Objects, path: Path) -> None:
+def test_a_lack_of_descriptors_does_not_replace_good_files(
+    objects: Objects, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.1")
     added = add(objects, 2)
-    read(open_node_cache(path, None, objects.fetch), objects, *added)
+    read(open_node_cache(path), objects, *added)
     before = [file.stat().st_ino for file in files(path)]
 
     def work(num_free: int) -> None:
         warnings.simplefilter("ignore")
-        cache = open_node_cache(path, None, objects.fetch)
+        cache = open_node_cache(path)
         with contextlib.suppress(OSError):
             children.limit_descriptors(num_free)
-            read(cache, objects, *added)  # the object itself may be impossible to open
+            read(cache, objects, *added)  # a connection to the server may be impossible
 
     for num_free in range(4):
         assert children.run_in_child(lambda num_free=num_free: work(num_free)) == 0
     assert [file.stat().st_ino for file in files(path)] == before
     objects.requests()
-    read(open_node_cache(path, None, objects.fetch), objects, *added)
+    read(open_node_cache(path), objects, *added)
     assert objects.requests() == []

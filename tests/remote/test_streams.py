@@ -233,6 +233,17 @@ def test_resumed_before_a_sample_with_an_extended_header(http_server: HttpServer
     assert first.state_dict()["starts"]["0"][0] == 1
 
 
+def test_offsets_in_errors_count_from_the_beginning_of_the_tar(http_server: HttpServer, tmp_path: Path) -> None:
+    url = http_server.put("a.tar", tar_of(4, 3000, tmp_path / "a.tar")[:-3000])
+    first, second = tc.ResumablePipeline(url), tc.ResumablePipeline(url)
+    take(first, 2)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(tc.FormatError) as error:
+        list(second)
+    assert error.value.offset is not None
+    assert error.value.offset > first.state_dict()["starts"]["0"][1]
+
+
 def test_damaged_states(http_server: HttpServer, tmp_path: Path) -> None:
     stream = tc.ResumablePipeline(http_server.put("a.tar", tar_of(3, 10, tmp_path / "a.tar")))
     take(stream, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def steps(loaders: list[tc.Loader], count: int) -> list[list[int]]:
             if len(taken) == count:
                 break
     return taken
+
+
+def keys(loader: Any) -> list[list[str]]:
+    return [info.keys for _, info in loader.with_info()]
+
+
+def saved(loader: Any) -> dict[str, Any]:
+    """Return the state of a loader, as a file of JSON brings it back."""
+    state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
+    return state
 
 
 def modes(cache: Any, more: Any) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.training.loaders import COUNT, modes, write_numbers
+from tests.training.loaders import COUNT, modes, saved, write_numbers
 
 IMPOSSIBLE: list[dict[str, Any]] = [
     *({"counts": counts} for counts in ([1, 2], [], None, "ab", [4.0], [3])),
@@ -26,11 +26,6 @@ IMPOSSIBLE: list[dict[str, Any]] = [
     {"began": None},
     {"more": 1},
 ]
-
-
-def saved(loader: Any) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
-    return state
 
 
 def test_damaged_states(cache: Any) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import wds_tensorcache as tc
 from tests.children import finish, start
+from tests.training.loaders import keys
 
 
 @pytest.fixture(scope="module")
@@ -21,10 +22,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         for i in range(21):
             sink.write(f"{i:03d}", {"x": torch.tensor(i)})
     return str(path)
-
-
-def keys(loader: Any) -> list[list[str]]:
-    return [info.keys for _, info in loader.with_info()]
 
 
 def check_groups(cache: Any, rank: int) -> None:

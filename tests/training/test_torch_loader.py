@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import os
 import pickle
 import signal
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.training.loaders import COUNT, modes, only_numbers
+from tests.training.loaders import COUNT, keys, modes, only_numbers, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
 KINDS = [(0, False), (2, True), (3, False)]
@@ -26,18 +25,9 @@ def workers(num_workers: int, persistent: bool) -> dict[str, Any]:
     return {"num_workers": num_workers, "persistent_workers": persistent}
 
 
-def keys(loader: Any) -> list[list[str]]:
-    return [info.keys for _, info in loader.with_info()]
-
-
 def plain(batch: Any) -> Any:
     """Return a batch of lists; workers send values beside tensors as lists."""
     return {name: [each.tolist() if isinstance(each, torch.Tensor) else each for each in batch[name]] for name in batch}
-
-
-def state_of(loader: Any) -> dict[str, Any]:
-    state: dict[str, Any] = json.loads(json.dumps(loader.state_dict()))
-    return state
 
 
 # --- the same as Loader ---
@@ -58,7 +48,7 @@ def test_batches_and_states_are_those_of_a_loader(
             assert info == record
             assert info.epoch == epoch
             assert info.cache is record.cache
-            assert state_of(made) == state_of(loader)
+            assert saved(made) == saved(loader)
             assert made.num_batches_left == loader.num_batches_left
 
 
@@ -74,14 +64,14 @@ def test_loops_that_are_left(cache: Any, more: Any, mode: str, num_workers: int,
     for taken in (1, 3):
         for each in (loader, made):
             assert len(list(itertools.islice(each, taken))) == taken
-        assert state_of(made) == state_of(loader)
+        assert saved(made) == saved(loader)
         assert keys(made) == keys(loader)
     iter(made)  # begins nothing
     given = iter(made)
     first = next(given)
     state = made.state_dict()
     for duplicate in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
-        assert state_of(duplicate) == state_of(made)
+        assert saved(duplicate) == saved(made)
         assert {info.epoch for _, info in duplicate.with_info()} == {made.epoch + 1}
     rest = list(given)
     made.load_state_dict(state)
@@ -137,7 +127,7 @@ def test_weights_that_change(cache: Any, num_workers: int) -> None:
     seen = [next(given)[1].indices.item() for _ in range(3)]
     assert made.set_weights(rows[7]) == at
     again = tc.Loader(cache, 1, weights=rows[1], collate="list")
-    again.load_state_dict(state_of(made))
+    again.load_state_dict(saved(made))
     assert [info.indices.item() for _, info in again.with_info()] == [7] * (COUNT - 3)
     assert seen + [info.indices.item() for _, info in given] == [1] * at + [7] * (COUNT - at)
 

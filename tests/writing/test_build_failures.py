@@ -24,7 +24,7 @@ import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
 from tests.kills import compare, is_killed, stop_at
-from tests.writing.test_build import stop_with
+from tests.writing.test_build import counted, stop_with
 
 COUNT = 23
 BROKEN = (0, 6, 7, 11, 22)
@@ -256,13 +256,8 @@ def test_a_new_users_try(tmp_path: Path) -> None:
     check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000) if i not in broken})
     for i in broken:
         texts.write(i, i)
-    called: list[int] = []
-
-    def counted(items: list[dict[str, Any]]) -> Any:
-        called.extend(item["value"] for item in items)
-        return double(items)
-
-    build(texts, tmp_path / "out", counted, **options).close()
+    noted, called = counted(double)
+    build(texts, tmp_path / "out", noted, **options).close()
     assert len(called) <= 6 * 32  # only the batches that lack a sample
     assert listed(tmp_path / "out") == []
     check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import resource
 from collections.abc import Callable
@@ -37,6 +38,18 @@ def fill(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
+def full_at(at: int, limit: int) -> Callable[[list[dict[str, Any]]], list[Any]]:
+    """Return a function of batches in whose call `at` the disk becomes full."""
+    calls = itertools.count(1)
+
+    def fn(items: list[dict[str, Any]]) -> list[Any]:
+        if next(calls) == at:
+            fill(limit)
+        return double(items)
+
+    return fn
+
+
 def strays(folder: Path) -> list[str]:
     return [name for _, _, names in os.walk(folder) for name in names if name.endswith((".tmp", ".lock"))]
 
@@ -50,16 +63,8 @@ def test_while_a_version_is_built(tmp_path: Path, limit: int) -> None:
     build(source, tmp_path / "whole", **options).close()
     failed = 0
     for at in range(1, 9):
-        folder, called = tmp_path / f"{at}", 0
-
-        def fn(items: list[dict[str, Any]]) -> list[Any]:
-            nonlocal called
-            called += 1
-            if called == at:  # noqa: B023 called here
-                fill(limit)
-            return double(items)
-
-        failed += fails(lambda: build(source, folder, fn, **options))  # noqa: B023
+        folder = tmp_path / f"{at}"
+        failed += fails(lambda: build(source, folder, full_at(at, limit), **options))  # noqa: B023
         assert not strays(tmp_path)
         assert not folder.exists()
         build(source, folder, **options).close()
@@ -73,16 +78,7 @@ def test_while_a_version_is_built(tmp_path: Path, limit: int) -> None:
 @pytest.mark.parametrize("at", [1, 3, 6])
 def test_while_a_cache_is_built(tmp_path: Path, at: int, limit: int) -> None:
     build(Numbers(), tmp_path / "whole").close()
-    called = 0
-
-    def fn(items: list[dict[str, Any]]) -> list[Any]:
-        nonlocal called
-        called += 1
-        if called == at:
-            fill(limit)
-        return double(items)
-
-    assert fails(lambda: build(Numbers(), tmp_path / "x", fn))
+    assert fails(lambda: build(Numbers(), tmp_path / "x", full_at(at, limit)))
     assert not strays(tmp_path / "x")
     build(Numbers(), tmp_path / "x").close()
     compare(tmp_path / "x", tmp_path / "whole")

@@ -95,7 +95,6 @@ class Reference:
     attribute: str | None  # `dtype` in the string of the reference
 
 
-@lru_cache(4096)  # samples of one cache have the same names
 def reference_text(kind: str, name: str, attribute: str | None) -> str:
     """Return the string of a reference, for example `tensor:latent` or `ndarray:date?dtype=datetime64[s]`."""
     return f"{kind}:{name}" if attribute is None else f"{kind}:{name}?dtype={attribute}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-from wds_tensorcache.errors import FormatError, Kind, TarFormatError
+from wds_tensorcache.errors import FormatError, TarFormatError
 from wds_tensorcache.shards.footer import read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.load_index import load_index, parse_both
@@ -69,8 +69,8 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     `end` and `num_samples` come from the index of the shard.
     """
 
-    def refuse(problem: str, offset: int, kind: Kind = "trailing", remedy: str = _REMEDY) -> None:
-        raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind=kind).at(file.path)
+    def refuse(problem: str, offset: int, remedy: str = _REMEDY) -> None:
+        raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind="trailing").at(file.path)
 
     trailer = read_trailer(file.read, file.nbytes, file.nbytes)
     # another tool may have appended to the archive, over a part of a stale index

@@ -222,11 +222,6 @@ class Headers:
         self._nbytes = nbytes
         self._expected_at = -1  # after an extended header, the offset at which another header must follow
 
-    @property
-    def has_global(self) -> bool:
-        """True if a global header applies to the following members, so that they cannot be read without it."""
-        return bool(self.common)
-
     def is_end(self, header: bytes, begin: int) -> bool:
         """Return whether the archive ends at byte `begin`; raise TarFormatError if an extended header precedes the end."""
         if header.count(0) < BLOCK:

@@ -83,7 +83,7 @@ class TarStream:
             begin, end = header_begin + BLOCK, header_begin + BLOCK + header.nbytes
             is_member = not is_extended(block)  # the content of an extended header is read by `parse`
             if is_member:
-                self.start = None if self._compressed is not None or headers.has_global else start
+                self.start = None if self._compressed is not None or headers.common else start
                 if header.is_file and not is_meta_name(header.name):
                     yield header.name, partial(self._read_member, header.name, begin, end)
             self._skip_to(end + padding(header.nbytes))

@@ -153,8 +153,8 @@ class Items(Dataset[Item]):
                     batch = [replace(item, key=number_text(item.number)) if item.failure else item for item in batch]
             yield batch
 
-    def read(self, numbers: list[int], num_workers: int | None = None) -> Iterator[Item]:
-        num_workers = min(len(numbers), self._num_workers) if num_workers is None else num_workers
+    def read(self, numbers: list[int]) -> Iterator[Item]:
+        num_workers = min(len(numbers), self._num_workers)
         # `get_start_method` fixes the start method for the process, as the start of a worker does
         parent = os.getpid() if num_workers and get_start_method() != "forkserver" else None
         try:
@@ -211,7 +211,7 @@ class Items(Dataset[Item]):
             compared = [*(done[i] for i in spread(len(done), NUM_COMPARED)), *done[-1:]] if self.compares else []
             skipped = {*done}.difference(compared)
         own = list(itertools.chain.from_iterable(self._own_batches()))
-        values = self.read([i for i in own if i not in skipped], self._num_workers)
+        values = self.read([i for i in own if i not in skipped])
         for i in own:
             yield Item(i, keys[i]) if keys is not None and i in skipped else next(values)
 

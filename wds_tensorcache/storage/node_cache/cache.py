@@ -11,18 +11,16 @@ from typing import Any
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
-from wds_tensorcache.storage.node_cache.fill import Fetch, Range, Wanted, block_runs, fill
+from wds_tensorcache.storage.node_cache.fill import Range, Wanted, block_runs, fill
 from wds_tensorcache.storage.node_cache.folder import Bypass, CacheFolder, open_folder
 from wds_tensorcache.storage.node_cache.identity import digest_of
 from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 
-def open_node_cache(
-    path: str | os.PathLike[str], max_nbytes: int | None = None, fetch: Fetch = fetch_many, max_open: int = 128
-) -> NodeCache:
-    """Open the cache in a folder; see `open_folder` for errors, and `NodeCache` for the other arguments."""
-    return NodeCache(open_folder(path, max_nbytes), fetch, max_open)
+def open_node_cache(path: str | os.PathLike[str], max_nbytes: int | None = None, max_open: int = 128) -> NodeCache:
+    """Open the cache in a folder; see `open_folder` for errors, and `NodeCache` for `max_open`."""
+    return NodeCache(open_folder(path, max_nbytes), max_open)
 
 
 def read_remote(ranges: Iterable[Range]) -> None:
@@ -39,20 +37,19 @@ class NodeCache:
 
     Args:
         folder: Folder of the cache.
-        fetch: Function that reads ranges of remote files.
         max_open: Maximum number of local files that stay open while no read needs them.
 
     Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.
     """
 
-    def __init__(self, folder: CacheFolder, fetch: Fetch = fetch_many, max_open: int = 128) -> None:
-        self.folder, self._fetch, self._max_open = folder, fetch, max_open
+    def __init__(self, folder: CacheFolder, max_open: int) -> None:
+        self.folder, self._max_open = folder, max_open
         self._open: dict[bytes, BlockFile] = {}  # by digest
         self._is_warned = False
         self._rests_until = 0.0
 
     def __reduce__(self) -> Any:
-        return NodeCache, (self.folder, self._fetch, self._max_open)
+        return NodeCache, (self.folder, self._max_open)
 
     def file(
         self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
@@ -78,7 +75,7 @@ class NodeCache:
             local = self._prepare({file: by_file[file] for file in part})
             absent = _read_present([extent for file in part for extent in by_file[file]], local)
             if absent:
-                self._fetch(absent)
+                fetch_many(absent)
 
     def _prepare(self, by_file: Mapping[CachedFile, Sequence[Range]]) -> dict[CachedFile, BlockFile | None]:
         """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
@@ -109,7 +106,7 @@ class NodeCache:
                 self._rest(exc)
         if wanted and not self._is_resting():
             try:
-                fill(self.folder, wanted, self._fetch)
+                fill(self.folder, wanted)
             except Bypass as exc:
                 self._rest(exc)
         return local

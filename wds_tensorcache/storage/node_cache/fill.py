@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, BlockRuns
 from wds_tensorcache.storage.node_cache.folder import Bypass, CacheFolder, lock_within
 from wds_tensorcache.storage.range_locks import RangeLocks
+from wds_tensorcache.storage.remote.fetch import fetch_many
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
-_WAIT_S = 60.0  # a process that fetches a block for longer was probably stopped
 _MAX_REQUEST_NBYTES = 1 << 23
 _MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time
 
 # a remote file, the offset of the first byte, and 1-D buffers that are filled in order
 Range = tuple[Any, int, Sequence[Any]]
-Fetch = Callable[..., None]  # `fetch_many`
 
 
 class Wanted(NamedTuple):
@@ -53,14 +52,14 @@ def _errors_of_disk() -> Iterator[None]:
         raise Bypass(str(exc)) from exc
 
 
-def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
+def fill(folder: CacheFolder, wanted: Sequence[Wanted]) -> None:
     """Fetch absent blocks; stop if their file is evicted.
 
     Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
 
     Raises:
         Bypass: Not all blocks could be fetched into the cache.
-        Exception: An error of `fetch`.
+        Exception: An error of `fetch_many`.
     """
     while wanted:
         held: list[RangeLocks] = []
@@ -69,7 +68,7 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted], fetch: Fetch) -> None:
                 claimed, busy = _claim(wanted, held)
                 if claimed:
                     folder.reserve([(entry.file, entry.runs) for entry in claimed])
-            _fetch_claimed(claimed, fetch)
+            _fetch_claimed(claimed)
         finally:
             for locks in held:
                 locks.close()
@@ -121,11 +120,11 @@ def _wait(busy: Sequence[Wanted]) -> None:
             continue
         with closing(locks):
             for first, last in entry.runs:
-                lock_within(locks, first, last - first, _WAIT_S, shared=True)
+                lock_within(locks, first, last - first, shared=True)
                 locks.unlock(first, last - first)
 
 
-def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
+def _fetch_claimed(claimed: Sequence[Wanted]) -> None:
     """Fetch and publish blocks in waves, to bound the use of memory."""
     step = _MAX_REQUEST_NBYTES // BLOCK
     pieces = [
@@ -136,10 +135,10 @@ def _fetch_claimed(claimed: Sequence[Wanted], fetch: Fetch) -> None:
     ]
     ends = accumulate(BLOCK * (last - first) for _, (first, last) in pieces)
     for _, wave in groupby(zip(ends, pieces, strict=True), lambda piece: piece[0] // _MAX_WAVE_NBYTES):
-        _fetch_wave([piece for _, piece in wave], fetch)
+        _fetch_wave([piece for _, piece in wave])
 
 
-def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) -> None:
+def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]]) -> None:
     extents = [entry.file.extent(run) for entry, run in wave]
     memory = memoryview(bytearray(sum(end - begin for begin, end in extents)))
     ranges: list[Range] = []
@@ -148,7 +147,7 @@ def _fetch_wave(wave: Sequence[tuple[Wanted, tuple[int, int]]], fetch: Fetch) ->
         ranges.append((entry.remote, begin, [memory[at : at + end - begin]]))
         at += end - begin
     # no gaps: the blocks between the ranges are present, or another process is fetching them
-    fetch(ranges, merges=False)
+    fetch_many(ranges, merges=False)
     with _errors_of_disk():
         for (entry, run), (_, _, (content,)) in zip(wave, ranges, strict=True):
             entry.file.publish(run, content)

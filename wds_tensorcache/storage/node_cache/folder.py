@@ -30,7 +30,7 @@ from wds_tensorcache.storage.urls import is_url, shown
 _SPACE = "space"
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}").fullmatch
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
-_WAIT_S = 60.0  # a process that holds the lock longer was probably stopped
+_WAIT_S = 60.0  # a process that holds a lock longer was probably stopped
 _KEPT_FREE = 50  # the cache leaves this part of the file system free
 # ext4 lists up to this many runs of a file's blocks in one further block, which the file also takes on disk
 _RUNS_PER_TABLE = 170
@@ -49,14 +49,14 @@ class Bypass(Exception):
         self.rest_s = rest_s
 
 
-def lock_within(locks: RangeLocks, begin: int, length: int, timeout_s: float, *, shared: bool = False) -> None:
+def lock_within(locks: RangeLocks, begin: int, length: int, *, shared: bool = False) -> None:
     """Take a lock.
 
     Raises:
         Bypass: The lock was not free within the time. A process that was stopped may hold it forever.
     """
-    if not wait_for(lambda: locks.lock(begin, length, shared=shared), timeout_s):
-        raise Bypass(f"{locks.path} was locked for {timeout_s:.0f} s; a process was stopped", rest_s=60.0)
+    if not wait_for(lambda: locks.lock(begin, length, shared=shared), _WAIT_S):
+        raise Bypass(f"{locks.path} was locked for {_WAIT_S:.0f} s; a process was stopped", rest_s=60.0)
 
 
 def open_folder(path: str | os.PathLike[str], max_nbytes: int | None) -> CacheFolder:
@@ -224,7 +224,7 @@ class CacheFolder:
                 write_file(path)
         with closing(RangeLocks(path)) as locks:
             check_owner(path, os.fstat(locks.fd), stat.S_ISREG, OTHERS_MAY_WRITE)
-            lock_within(locks, 0, 1, _WAIT_S)
+            lock_within(locks, 0, 1)
             yield locks.fd
 
 
