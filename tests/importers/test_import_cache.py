@@ -224,6 +224,7 @@ def test_sources_and_arguments_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "in", {"on_error": "ignore"}, ValueError, "expected 'stop' or 'skip'"),
         (tmp_path / "in", {"num_workers": 0}, ValueError, "expected at least 1"),
         (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere does not exist"),
+        ([tmp_path / "in", tmp_path / "in"], {}, FileNotFoundError, "import folders of other files one by one"),
         ("https://example.org/a.tar", {}, ValueError, "only local shards can be imported"),
     ]
     for source, options, error, message in refused:

@@ -416,6 +416,29 @@ def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
             paired.read_batch([1], choose={("x", "y"): wrong})
 
 
+@pytest.mark.parametrize("kind", ["list", "dict"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_values_in_the_containers_of_tensors(kind: str, num_workers: int, tmp_path: Path) -> None:
+    """A pattern may have its wildcard before the last part of a name."""
+
+    def sample(i: int) -> dict[str, Any]:
+        count = 1 + i % 3 if kind == "list" else 3
+        captions = [{"states": torch.tensor([i, k]), "text": f"{i} {k}"} for k in range(count)]
+        return {"captions": captions if kind == "list" else dict(zip("abc", captions, strict=True))}
+
+    with tc.open(write(tmp_path, [sample(i) for i in range(COUNT)], max_samples=7)) as cache:
+        for weight in (1, 2):
+            choose = {("states", "text"): {("captions.*.states", "captions.*.text"): weight}}
+            chosen = set()
+            loader = tc.torch_loader(cache, 4, choose=choose, num_workers=num_workers)
+            for batch, info in loader.with_info():
+                assert [" ".join(map(str, row)) for row in batch["states"].tolist()] == batch["text"]
+                chosen |= set(info.choices.chosen("text"))
+            assert chosen == {f"captions.{part}.text" for part in ("012" if kind == "list" else "abc")}
+        with pytest.raises(tc.BatchError, match=r"unknown tensor 'captions.\*.txt'"):
+            tc.Loader(cache, 4, choose={"text": "captions.*.txt"})
+
+
 ESCAPED = {"x.y": "x%2Ey"}
 NAMES = ["texts", "captions"]
 KEYS = ["1", "2", "9", "10", "13", "31", "a", "é", "b c", "x.y"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import webdataset as wds
+from torch.utils.data import Subset
 
 import wds_tensorcache as tc
 from tests.same import assert_same
@@ -110,6 +111,7 @@ def test_what_is_refused(cache: Any, folder: str) -> None:
         ({"last_batch": "fill"}, "expected one of short, pad, wrap, drop"),
         ({"shuffle": "yes"}, "expected True, False or 'blocks'"),
         ({"cache": folder}, "open it with tc.open"),
+        ({"cache": Subset(cache, [0, 1])}, r"In place of a Subset of a cache, pass cache\[indices\]"),
         ({"cache": tc.ResumablePipeline(folder)}, "pass a stream to torch's DataLoader, with batch_size=None if"),
         ({"cache": wds.DataPipeline()}, "DataPipeline object at .* pass a stream to torch's DataLoader"),
         ({"cache": cache[:0]}, "the cache has no samples"),

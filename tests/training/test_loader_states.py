@@ -80,7 +80,7 @@ def test_states_of_other_loaders(cache: Any, more: Any, tmp_path: Path) -> None:
         ({}, {"cache": cache[::-1]}, "a different dataset"),
         ({}, {"seed": 1}, "seed=0, but this one has seed=1"),
         ({}, {"shuffle": True}, "shuffle=False, but this one has shuffle=True"),
-        ({}, {"bucket_by": "y"}, "mode='all', but this one has mode='buckets'"),
+        ({}, {"bucket_by": "y"}, "mode='all', but this one has mode='buckets'; mode lists which of .* bucket_by="),
         ({"shuffle": "blocks", "window": 4}, {"shuffle": "blocks", "window": 8}, "order=.* or window have changed"),
         ({"shuffle": "blocks"}, {"cache": resharded, "shuffle": "blocks"}, "order=.*buckets, shards or window"),
         (

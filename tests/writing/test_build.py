@@ -405,7 +405,7 @@ def test_a_folder_of_other_shards(tmp_path: Path) -> None:
     build(Numbers(), tmp_path / "a-%d.tar").close()
     with pytest.raises(ValueError, match=r"contains a-0.tar, which does not match 'b-%d.tar'; pass a pattern"):
         build(Numbers(), tmp_path / "b-%d.tar")
-    with pytest.raises(tc.StaleCacheError, match="build into another folder, or delete this one"):
+    with pytest.raises(tc.StaleCacheError, match="write into another folder, or delete this one"):
         build(Numbers(), tmp_path / "a-%d.tar", fingerprint={"model": "triple"})
     (tmp_path / "a-0.tar").write_bytes((tmp_path / "a-0.tar").read_bytes()[:700])
     with pytest.raises(tc.FormatError, match=r"\(tc\.verify\) describes the damage, .*\(tc\.repair\) saves all other"):

@@ -111,12 +111,13 @@ def torch_loader(
     with Python code that workers should run in parallel.
 
     Args:
-        cache, batch_size, steps: As for `StepSampler`.
+        cache, batch_size: As for `StepSampler`.
         collate, pad_value: As for `read_batch`; if `collate` is a function, the workers call it.
         choose, transform, on_early_exit: As for `tc.Loader`; the workers call `transform`, without a GPU.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`. Workers that read from s3, gs or az are started by `forkserver` by default, since
             obstore does not work in forked processes; `transform` and `collate` must then be picklable.
+        steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.

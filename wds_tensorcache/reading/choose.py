@@ -714,14 +714,14 @@ _Contents: TypeAlias = "tuple[dict[str, dict[_Match, str]], set[str]]"
 
 
 def _find(sample: Any, pattern: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield container, key or index, and name of each item that matches a pattern with wildcards in its last component only."""
-    *path, last = pattern.split(".")
-    for part in path:
-        keys = _keys(sample)
-        sample = sample[keys[part]] if part in keys else None
+    """Yield container, key or index, and name of each item that matches a pattern."""
+    part, _, rest = pattern.partition(".")
     keys = _keys(sample)
-    for part in [last] if last in keys else fnmatch.filter(keys, last):
-        yield sample, keys[part], ".".join((*path, part))
+    for name in [part] if part in keys else fnmatch.filter(keys, part):
+        if not rest:
+            yield sample, keys[name], name
+        for container, key, tail in _find(sample[keys[name]], rest) if rest else ():
+            yield container, key, f"{name}.{tail}"
 
 
 def _keys(container: Any) -> dict[str, Any]:

@@ -385,7 +385,7 @@ class JoinedCache(Cache[_Sample]):
                 earlier = next(i for i, other in enumerate(parts) if not twice.isdisjoint(other))
                 raise BatchError(
                     f"{self._show(earlier)} and {self._show(number)} both have {list_names(sorted(twice, key=str))} at the "
-                    f"top level; {_JOIN_A_DICT}, or leave tensors out of one of them by cache.select([…])"
+                    f"top level; {_JOIN_A_DICT}, or, if they are tensors, leave them out of one cache by cache.select([…])"
                 )
             merged.update(part)
         return merged

@@ -340,6 +340,7 @@ class Plan:
             saved, value = state["settings"].get(name), self.settings.get(name)
             if saved != value:
                 changed = ": its buckets, shards or window have changed" if name in ("streams", "order") else ""
+                changed = "; mode lists which of weights=, mix= and bucket_by= it has" if name == "mode" else changed
                 raise ValueError(
                     f"the state belongs to a loader with {name}={saved!r:.200}, but this one has {name}={value!r:.200}{changed}"
                 )

@@ -114,7 +114,7 @@ class StepSampler(DistributedSampler[Step]):
         caches, cache_weights = ([cache], None) if mix is None else split_mix(mix)
         for member in caches:
             if not isinstance(member, Cache):
-                remedy = "open it with tc.open"
+                remedy = "open it with tc.open. In place of a Subset of a cache, pass cache[indices]"
                 if isinstance(member, IterableDataset):
                     remedy = "pass a stream to torch's DataLoader, with batch_size=None if the stream makes batches"
                 raise ValueError(f"{member!r:.200} is not a cache; {remedy}")

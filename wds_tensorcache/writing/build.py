@@ -235,10 +235,7 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
                 "shards, or build into another folder"
             )
-    try:
-        sink = ShardWriter(str(pattern), resume=True, **job.options)
-    except StaleCacheError as exc:
-        raise StaleCacheError(f"{exc}; build into another folder, or delete this one") from exc
+    sink = ShardWriter(str(pattern), resume=True, **job.options)
     seen: set[str] = set()
     failures = job.open_failures(files, names)
     batches = _missing(job, sink.finished, folder, seen, failures)

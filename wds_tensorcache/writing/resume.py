@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
@@ -155,7 +155,10 @@ def take_over(
     finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
     present, unlisted = set(names), list[tuple[ShardEntry, ShardIndex]]()
     for name, (path, index) in zip(shards, finished.indexes.items(), strict=True):
-        check_same(shown(path), index.fingerprint, fingerprint)
+        try:
+            check_same(shown(path), index.fingerprint, fingerprint)
+        except StaleCacheError as exc:
+            raise StaleCacheError(f"{exc}; write into another folder, or delete this one") from exc
         entry, before = finished.entry(path), listed.entries.get(name)
         if before is not None and before.nbytes == entry.nbytes:  # an entry with another length is only stale
             check_listed(path, before, folder.locate(MANIFEST), digest=index.digest)
