@@ -715,12 +715,13 @@ _Contents: TypeAlias = "tuple[dict[str, dict[_Match, str]], set[str]]"
 
 def _find(sample: Any, pattern: str) -> Iterator[tuple[Any, Any, str]]:
     """Yield container, key or index, and name of each item that matches a pattern."""
-    part, _, rest = pattern.partition(".")
+    part, dot, rest = pattern.partition(".")
     keys = _keys(sample)
     for name in [part] if part in keys else fnmatch.filter(keys, part):
-        if not rest:
+        if not dot:
             yield sample, keys[name], name
-        for container, key, tail in _find(sample[keys[name]], rest) if rest else ():
+            continue
+        for container, key, tail in _find(sample[keys[name]], rest):
             yield container, key, f"{name}.{tail}"
 
 
