@@ -236,6 +236,19 @@ def test_batches_from_shards_that_lack_it(tmp_path: Path, joins: bool, chooses: 
             cache.read_batch([0, 1], collate={"musk": "list"}, **options)
 
 
+@pytest.mark.parametrize("opens", [tc.open, lambda folder: tc.join([folder])])
+def test_names_of_tensors_that_a_batch_lacks(tmp_path: Path, opens: Any) -> None:
+    samples = [{"x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2), "mask": torch.ones(2)}]
+    with opens(write(tmp_path, samples, max_samples=1)) as cache:
+        for collate in ({"mask": "stack"}, {"m*": "stack", "x": "list"}):
+            assert set(cache.read_batch([0], collate=collate)) == {"x", "y"}
+            assert set(cache.read_batch([1], collate=collate)) == {"x", "mask"}
+            with pytest.raises(tc.BatchError, match="unknown tensor 'm"):
+                cache.select("x").read_batch([0], collate=collate)
+    with tc.open(tmp_path) as cache, pytest.raises(tc.BatchError, match="unknown tensor 'x'; there are 'z', 'mask'$"):
+        cache.read_batch([0], collate={"x": "list"}, choose={"z": ["x", "y"]})
+
+
 def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
     samples = [{"x": torch.ones(2)} for _ in range(4)] + [{"x": torch.ones(2), "mask": torch.ones(1)}]
     with tc.open(write(tmp_path, samples, max_samples=2)) as cache:
