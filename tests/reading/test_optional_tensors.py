@@ -165,11 +165,34 @@ def test_containers_of_tensors_are_optional_too(tmp_path: Path) -> None:
             assert scales.tolist() == batch["control"]["scale"].tolist()
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_batch_in_which_all_samples_lack_a_list_of_tensors(tmp_path: Path, kind: Any) -> None:
+    regions = kind([torch.ones(3, 2), {"box": torch.ones(4)}, "left"])
+    samples = [{"x": torch.ones(2), "regions": regions}, {"x": torch.ones(2), "regions": None}, {"x": torch.ones(2)}]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for numbers in ([1], [2], [1, 2]):
+            padded = cache.read_batch(numbers, collate="pad")["regions"]
+            listed = cache.select("*").read_batch(numbers, collate="list")["regions"]
+            assert type(padded) is type(listed) is kind
+            assert [*padded[0].shape, *padded[1]["box"].shape] == [len(numbers), 0, 2, len(numbers), 0]
+            assert listed[0] == listed[1]["box"] == padded[2] == listed[2] == [None] * len(numbers)
+
+
+def test_samples_that_lack_each_others_tensors(tmp_path: Path) -> None:
+    """Which sample has more tensors makes no difference: the other one's list has a place in the batch, too."""
+    one, two = torch.tensor(1), torch.tensor(2)
+    with tc.open(write(tmp_path, [{"x": one, "y": two}, {"z": [two]}, {"z": None, "x": one}])) as cache:
+        for order in permutations(range(3)):
+            batch = {"x": [[1, None, 1][i] for i in order], "y": [[2, None, None][i] for i in order]}
+            assert listed(cache.read_batch(order, collate="list")) == batch | {
+                "z": [[[None, 2, None][i] for i in order]]
+            }
+
+
 X, Y = torch.zeros(2), torch.ones(2)
 NOT_LACKING: dict[str, list[Any]] = {
     "another value": [{"x": X, "y": Y}, {"x": X, "y": 5}],
     "another value, with the same template": [{"x": X, "y": None}, {"x": X, "y": 5}, {"x": X, "y": Y}],
-    "another place": [{"x": X, "y": Y}, {"z": [Y]}],
     "a container": [{"x": X, "y": Y}, {"x": X, "y": [Y]}],
     "a shorter list": [{"x": [X, Y]}, {"x": [X]}],
     "a value more": [{"x": X, "y": Y}, {"x": X, "n": 5}],
@@ -211,6 +234,19 @@ def test_batches_from_shards_that_lack_it(tmp_path: Path, joins: bool, chooses: 
         assert cache.read_batch([0, 1], collate={"mask": "list"}, **options)["mask"] == [None, None]
         with pytest.raises(tc.BatchError, match="collate has an unknown tensor 'musk'"):
             cache.read_batch([0, 1], collate={"musk": "list"}, **options)
+
+
+@pytest.mark.parametrize("opens", [tc.open, lambda folder: tc.join([folder])])
+def test_names_of_tensors_that_a_batch_lacks(tmp_path: Path, opens: Any) -> None:
+    samples = [{"x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2), "mask": torch.ones(2)}]
+    with opens(write(tmp_path, samples, max_samples=1)) as cache:
+        for collate in ({"mask": "stack"}, {"m*": "stack", "x": "list"}):
+            assert set(cache.read_batch([0], collate=collate)) == {"x", "y"}
+            assert set(cache.read_batch([1], collate=collate)) == {"x", "mask"}
+            with pytest.raises(tc.BatchError, match="unknown tensor 'm"):
+                cache.select("x").read_batch([0], collate=collate)
+    with tc.open(tmp_path) as cache, pytest.raises(tc.BatchError, match="unknown tensor 'x'; there are 'z', 'mask'$"):
+        cache.read_batch([0], collate={"x": "list"}, choose={"z": ["x", "y"]})
 
 
 def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:

@@ -56,19 +56,20 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
             raise ValueError(f"there is {shown(value)} at {lazy.name!r}")
         # a tensor of another name is there if its container occurs twice
         return lazy if value is None else value
-    part, cls = parts[0], type(value)
+    part = parts[0]
     if value is None:  # a container that the sample lacks
-        if part.isdecimal() and type(donor) not in DICTS:
+        if part.isdecimal() and type(donor) not in (*DICTS, *SEQUENCES):
             raise ValueError(f"the sample lacks a container of {lazy.name!r}")
-        value = {}
-    elif cls in SEQUENCES and part.isdecimal() and int(part) < len(value):
+        value = type(donor)([None] * len(donor)) if type(donor) in SEQUENCES else {}
+    cls = type(value)
+    if cls in SEQUENCES and part.isdecimal() and int(part) < len(value):
         at = int(part)
         item = _insert(value[at], parts[1:], lazy, donor[at] if type(donor) in SEQUENCES and at < len(donor) else None)
         if item is value[at]:
             return value
         items = [item if number == at else other for number, other in enumerate(value)]
         return deque(items, value.maxlen) if cls is deque else cls(items)
-    elif cls not in DICTS:
+    if cls not in DICTS:
         raise ValueError(f"there is {shown(value)} in place of a container of {lazy.name!r}")
     keys = (numbered for one in (value, donor) if type(one) in DICTS for numbered in enumerate(one))
     key = next((key for at, key in keys if component(key, at) == part), _key_of(part))
