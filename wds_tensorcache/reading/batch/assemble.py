@@ -114,10 +114,11 @@ def _read_tensors(
     else:
         ways = as_collate(collate, pad_value, allowed_ways)
         if ways is not collate:
-            # all samples of the batch may lack a tensor that the argument names
-            is_named = isinstance(collate, Mapping) or isinstance(pad_value, Mapping)
-            others = filter(request.structures.wanted, request.schema()) if is_named else ()
-            ways.check_names(list(dict.fromkeys([*columns.names, *others])))
+            try:
+                ways.check_names(columns.names)
+            except BatchError:  # all samples of the batch may lack a tensor; its name costs the index of every shard
+                others = filter(request.structures.wanted, request.schema())
+                ways.check_names(list(dict.fromkeys([*columns.names, *others])))
         shapes, placement, paddings = place(layouts, columns, ways.ways_for(columns.names))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
