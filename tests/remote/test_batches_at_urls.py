@@ -127,7 +127,7 @@ def test_select_looks_at_one_shard(server: HttpServer, cache: tc.TensorCache) ->
 
 
 def test_collate_by_name_looks_at_the_shards_of_the_batch(server: HttpServer, cache: tc.TensorCache) -> None:
-    cache.read_batch([0, 1], collate={"latent": "list", "t*": "pad"})
+    cache.select(["latent", "array"]).read_batch([0, 1], collate={"lat*": "stack"})
     assert len({request.path for request in server.log()}) == 1
 
 
