@@ -54,6 +54,8 @@ def lists_of(array: Any) -> Lists:
         array, is_row = array.flatten(), False
     if types.is_struct(array.type):
         return max(map(lists_of, array.flatten()), default=Lists.TENSORS)
+    if hasattr(array, "storage"):  # of an extension type, such as Array2D
+        return lists_of(array)
     return Lists.PLAIN if array.null_count and _is_number(types, array.type) and not is_row else form
 
 
