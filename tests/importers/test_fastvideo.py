@@ -71,6 +71,20 @@ def test_files_of_several_workers(tmp_path: Path) -> None:
         assert (value["caption"], value["fps"], value["width"]) == (f"a café {number}", 16.0, 832)
 
 
+def test_lists_in_other_columns(tmp_path: Path) -> None:
+    """They keep their lengths and nulls."""
+    ragged = arrow.array([[[1, 2], [3], [4, 5, 6]]], arrow.list_(arrow.list_(arrow.int64())))
+    holes = arrow.array([[2**53 + 1, None]], arrow.list_(arrow.int64()))
+    table = arrow.Table.from_pylist([record(0, arrays(0))], schema=schema(*NAMES))
+    (tmp_path / "in").mkdir()
+    table = table.append_column("ragged", ragged).append_column("holes", holes)
+    parquet.write_table(table, str(tmp_path / "in" / "a.parquet"))
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    (value,) = found.values()
+    assert [part.tolist() for part in value["ragged"]] == [[1, 2], [3], [4, 5, 6]]
+    assert value["holes"] == [2**53 + 1, None]
+
+
 def test_ids_that_repeat(tmp_path: Path) -> None:
     for chunk in range(2):
         records = [record(0, arrays(at)) for at in range(2)]

@@ -136,6 +136,15 @@ def test_a_structure_beside_the_tensors_of_many_samples(folder: Path, tmp_path: 
     assert_left_out(folder, "train.skeleton.pkl", "has the structure of the tensors in train.safetensors", ["good"])
 
 
+def test_several_arrays_in_one_npy(folder: Path, tmp_path: Path) -> None:
+    """numpy would read only the first one."""
+    with open(folder / "a.npy", "wb") as file:
+        np.save(file, np.arange(3))
+        np.save(file, np.arange(4))
+    with pytest.raises(tc.FormatError, match=r"a.npy: .*follow the array, which ends at byte 152"):
+        tc.import_cache(folder, tmp_path / "out")
+
+
 def test_object_arrays_need_trust(folder: Path, tmp_path: Path) -> None:
     np.save(folder / "a.npy", np.array([{"x": 1}, None]), allow_pickle=True)
     with pytest.raises(tc.FormatError, match=r"a.npy: .*pickled objects"):

@@ -132,6 +132,21 @@ def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
         tc.import_cache(tmp_path / "in", tmp_path / "out")
 
 
+def test_lists_in_structs_and_arrays_in_lists(tmp_path: Path) -> None:
+    """They keep their lengths and nulls, as other lists do."""
+    numbers = datasets.Sequence(datasets.Value("int64"))
+    parts = [{"ids": numbers, "polygons": datasets.Sequence(numbers)}]
+    columns = datasets.Features({"parts": parts, "grids": datasets.Sequence(datasets.Array2D((1, 2), "int64"))})
+    sample = {
+        "parts": [{"ids": [2**53 + 1, None], "polygons": [[1, 2], [3], [4, 5, 6]]}],
+        "grids": [[[2**53 + 1, None]]],
+    }
+    datasets.Dataset.from_list([sample], columns).save_to_disk(tmp_path / "in")
+    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    (value,) = found.values()
+    assert plain(value) == sample
+
+
 def test_pictures_that_are_null(tmp_path: Path) -> None:
     """The report names the rows without a picture, and not those with one."""
     columns = datasets.Features({"image": datasets.Image()})

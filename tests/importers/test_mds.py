@@ -42,7 +42,7 @@ def test_several_folders_and_a_merged_index(tmp_path: Path) -> None:
     """streaming merges the indexes of several writers into one, and leaves the old ones in place."""
     shards = []
     for name in ("0", "1"):
-        write_mds(tmp_path / "in" / name)
+        write_mds(tmp_path / "in" / name, None, 2500)
         for shard in json.loads((tmp_path / "in" / name / "index.json").read_text())["shards"]:
             shard["raw_data"]["basename"] = f"{name}/{shard['raw_data']['basename']}"
             shards.append(shard)
@@ -52,6 +52,13 @@ def test_several_folders_and_a_merged_index(tmp_path: Path) -> None:
     found, report = imported(tmp_path / "in", tmp_path / "merged")
     assert list(found) == [f"{number:08d}" for number in range(2 * COUNT)]
     assert report.num_read == 2 * COUNT
+    # a merged index that is older than some shards: these shards follow, and no sample is read twice
+    num_left = shards[-1]["samples"]
+    assert num_left < COUNT
+    (tmp_path / "in" / "index.json").write_text(json.dumps({"version": 2, "shards": shards[:-1]}))
+    older, _ = imported(tmp_path / "in", tmp_path / "older")
+    assert list(older)[: 2 * COUNT - num_left] == list(found)[: 2 * COUNT - num_left]
+    assert_same(list(found.values()), list(older.values()))
 
 
 def write_columns(folder: Path, columns: dict[str, str], samples: list[list[bytes]], changes: Any = None) -> Path:

@@ -318,6 +318,21 @@ def test_an_export_that_ends_early(tmp_path: Path, kind: str, signum: int) -> No
     assert not list(tmp_path.glob(f".{out.name}.*"))
 
 
+def test_members_that_change_before_an_export_continues(tmp_path: Path) -> None:
+    """They are exported anew, although the tensors are the same."""
+
+    def stop(done: int, total: int | None) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    samples = {f"k{i}": {"x": torch.full((3,), i)} for i in range(4)}
+    with tc.open(write(tmp_path / "cache", samples, txt="a cat")) as cache, pytest.raises(KeyboardInterrupt):
+        tc.export_cache(cache, tmp_path / "out", "pt", progress=stop)
+    with tc.open(write(tmp_path / "edited", samples, txt="a dog")) as cache:
+        assert tc.export_cache(cache, tmp_path / "out", "pt").num_present == 0
+    assert {path.read_text() for path in (tmp_path / "out").glob("*.txt")} == {"a dog"}
+
+
 def _nbytes_in(folder: Path) -> int:
     nbytes = 0
     for path in folder.glob("*"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import time
 from collections.abc import Callable
@@ -135,6 +136,16 @@ def test_ints_that_became_floats(tmp_path: Path) -> None:
     for form in ("pandas", "pyarrow"):
         cache = tc.ray.write_ray(rows.map_batches(lambda batch: batch, batch_format=form), tmp_path / form)
         assert [sample.get("id") for sample in cache] == ids
+
+
+def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
+    def write(nanoseconds: int, out: Path) -> Any:
+        times = pa.array([nanoseconds], pa.time64("ns"))
+        return tc.ray.write_ray(ray.data.from_arrow(pa.table({"id": [0], "time": times})), out, key="id")
+
+    assert write(1_000, tmp_path / "exact")["0"] == {"time": datetime.time(microsecond=1)}
+    with pytest.raises(tc.EncodeError, match="column 'time' has times more precise than datetime.time"):
+        write(1_001, tmp_path / "cut")
 
 
 def test_columns_that_are_not_the_sample(every_kind_cache: Path, tmp_path: Path) -> None:

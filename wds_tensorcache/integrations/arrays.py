@@ -45,6 +45,10 @@ def parse_npy(content: Any, trust: bool = False) -> Array:
     count = math.prod(shape)
     if min(shape, default=0) < 0 or begin + count * dtype.itemsize > len(content) or (count and not dtype.itemsize):
         raise FormatError(f"an array of {dtype} {list(shape)!r:.200} exceeds its file of {len(content):,} bytes")
+    if (end := begin + count * dtype.itemsize) < len(content):  # as calls of `np.save` with one open file write them
+        raise FormatError(
+            f"another array, or other bytes, follow the array, which ends at byte {end:,}; save each array by itself"
+        )
     flat = np.frombuffer(content, dtype, count, begin) if count * dtype.itemsize else np.empty(count, dtype)
     return flat.reshape(shape, order="F" if is_fortran else "C")
 

@@ -28,6 +28,7 @@ from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.description import value_text
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.shards.names import safe_key
+from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.atomic import find_temporary, write_atomically
 from wds_tensorcache.storage.system import boot_id
 from wds_tensorcache.writing.new_folder import check_new, new_folder
@@ -109,7 +110,9 @@ def export_cache(
         raise TypeError(f"cache={cache!r:.200}, expected a cache: tc.open(…)")
     if cache._left_out is not None:
         raise FormatError(cache._left_out, kind="index")
-    _check_hidden(cache)
+    for shard in _shards_of(cache):
+        if (unseen := shard.find_unseen(shard.index)) is not None:
+            raise unseen  # members after the shard's end, which readers do not see
     export = _Export(cache, kind)
     with (
         new_folder(path, token=_identify(cache, kind)) as folder,
@@ -120,17 +123,14 @@ def export_cache(
     return export.report
 
 
-def _check_hidden(cache: Cache) -> None:
-    """Raise TarFormatError if a shard has members after its end, which readers do not see."""
+def _shards_of(cache: Cache) -> Iterator[Shard]:
     for part in cache._caches if isinstance(cache, JoinedCache) else ():
-        _check_hidden(part)
-    for shard in cache._store.shards if isinstance(cache, TensorCache) else ():
-        if (unseen := shard.find_unseen(shard.index)) is not None:
-            raise unseen
+        yield from _shards_of(part)
+    yield from cache._store.shards if isinstance(cache, TensorCache) else ()
 
 
 def _identify(cache: Cache, kind: str) -> str:
-    """Return a hash of the boot, the kind, the fingerprint, and the key, shapes, stored name and digest of each sample."""
+    """Return a hash of the boot, the kind, the fingerprint, the samples, and the identities of the shards."""
     # Hazard: after a power cut, finished files may be empty; after a new boot, an export begins again
     digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):
@@ -139,6 +139,8 @@ def _identify(cache: Cache, kind: str) -> str:
             shard, row = cache._store.locate(cache._at(i))
             sample += shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
         digest.update(repr(sample).encode("utf-8", "surrogatepass"))
+    # members outside the cache have no digest
+    digest.update(repr([shard.file.identity for shard in _shards_of(cache)]).encode())
     return digest.hexdigest()[:32]
 
 

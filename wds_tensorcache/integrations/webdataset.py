@@ -99,7 +99,8 @@ def decode(
     contain plain values, arrays and scalars of numbers, bools, bytes and texts, and dense tensors and parameters in host
     memory. They may also contain the types that FORMAT.md lists, except bytearray, deque, UUID and times of numpy. `cbor`, EPS
     and compressed FITS pictures are refused, because the cost of their decoders is unbounded. Your own handler may decode any
-    of these first. A `.safetensors` member that belongs to no cache is returned as bytes.
+    of these first. An `.npy` member with further bytes after its array is refused. A `.safetensors` member that belongs to no
+    cache is returned as bytes.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).

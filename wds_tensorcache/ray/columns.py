@@ -17,6 +17,7 @@ from ray.data.extensions import (
 )
 
 from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.reading.schema import TensorSchema
 
 # tensors of one shape; of one number of dimensions; missing in some samples; Python objects. Ray cannot combine blocks in which
@@ -75,7 +76,7 @@ def value_column(values: Sequence[Any], declared: str) -> Any:
 def values_by_column(batch: Any) -> dict[str, Any]:
     """Return the values of each column of a table, data frame, or dict: an array `[B, …]` of numbers, or a list of B values."""
     if isinstance(batch, pa.Table):
-        return {name: _arrow_values(batch.column(at)) for at, name in enumerate(batch.column_names)}
+        return {name: _arrow_values(name, batch.column(at)) for at, name in enumerate(batch.column_names)}
     if hasattr(batch, "items"):
         return {str(name): _values(column) for name, column in batch.items()}
     raise TypeError(f"expected a batch of Ray: a table, a data frame or a dict of columns, got {type(batch).__name__}")
@@ -96,8 +97,14 @@ def _unwrap(value: Any) -> Any:
     return None if type(value).__name__ in ("NAType", "NaTType") else value
 
 
-def _arrow_values(column: Any) -> Any:
+def _arrow_values(name: str, column: Any) -> Any:
     kind = column.type
+    if pa.types.is_time64(kind):
+        try:
+            column = column.cast(pa.time64("us"))
+        except pa.ArrowInvalid as exc:  # Python would cut the nanoseconds
+            problem = f"column {name!r} has times more precise than datetime.time"
+            raise EncodeError(f"{problem}; cast it to int64, or to time64('us') with safe=False") from exc
     is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
     if column.null_count or not (is_number or isinstance(kind, get_arrow_extension_tensor_types())):
         return column.to_pylist()

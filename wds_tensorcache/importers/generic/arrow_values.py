@@ -39,8 +39,6 @@ def lists_of(array: Any) -> Lists:
     """Return the simplest form that fits all lists in these rows of a column."""
     types = import_pyarrow().types
     array = getattr(array, "storage", array)
-    if types.is_struct(array.type):
-        return max(map(lists_of, array.flatten()), default=Lists.TENSORS)
     bounds = np.arange(len(array) + 1)  # of the rows, in the elements of the current level
     form = Lists.TENSORS
     is_row = True  # a row may be null
@@ -54,6 +52,10 @@ def lists_of(array: Any) -> Lists:
             form = Lists.INNERMOST
         bounds = np.concatenate(([0], np.cumsum(lengths)))[bounds]
         array, is_row = array.flatten(), False
+    if types.is_struct(array.type):
+        return max(map(lists_of, array.flatten()), default=Lists.TENSORS)
+    if hasattr(array, "storage"):  # of an extension type, such as Array2D
+        return lists_of(array)
     return Lists.PLAIN if array.null_count and _is_number(types, array.type) and not is_row else form
 
 

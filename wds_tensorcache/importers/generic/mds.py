@@ -53,7 +53,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples of all indexes. The index of an outer folder may list the shards of inner folders."""
+    """Find the samples of all indexes. The index of an outer folder may list some or all shards of inner folders."""
     columns: dict[str, str] = {}
     listed: set[str] = set()
 
@@ -67,13 +67,13 @@ def _open(folder: SourceFolder) -> Source:
             raise FormatError(f"shard {file!r:.200} {problem}") from exc
 
     def open_index(index: str, start: str) -> Iterator[Row]:
-        shards = folder.read_json(index)["shards"]
-        files = [_check(folder, start, shard) for shard in shards]
-        if listed.issuperset(files):
+        shards = [(shard, _check(folder, start, shard)) for shard in folder.read_json(index)["shards"]]
+        shards = [(shard, file) for shard, file in shards if file not in listed]
+        if not shards:
             return
-        listed.update(files)
+        listed.update(file for _, file in shards)
         streaming = import_library("streaming.base.format.mds", _PACKAGE)
-        for shard, file in zip(shards, files, strict=True):
+        for shard, file in shards:
             columns.update(zip(shard["column_names"], shard["column_encodings"], strict=True))
             encodings = ["bytes" if name in _MEDIA or name in _LISTS else name for name in shard["column_encodings"]]
             reader = streaming.MDSReader.from_json(folder.path, None, {**shard, "column_encodings": encodings})

@@ -6,8 +6,8 @@ FastVideo writes `worker_*/data_chunk_{n}.parquet` with the tensors `vae_latent`
     {"vae_latent": …, "text_embedding": …, "id": "a1", "caption": "a cat", "width": 832, "num_frames": 77, …}
 
 A tensor without bytes and without shape is absent in its row, and so in the sample. The name of a sample is its `id` if all
-ids are different, else the path of its file and the number of its row. Any Parquet file with such columns is read. pyarrow is
-needed.
+ids are different, else the path of its file and the number of its row. Any Parquet file with such columns is read. Lists of
+numbers in other columns are a tensor, or plain lists if some numbers are null. pyarrow is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.generic.arrow_values import import_pyarrow, value_of
+from wds_tensorcache.importers.generic.arrow_values import import_pyarrow, lists_of, value_of
 from wds_tensorcache.importers.generic.media import separate_media
 from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
@@ -98,7 +98,8 @@ def _load(read_group: Any, name: str, group: int, row: int) -> Loaded:
             raw, shape, dtype = (arrays.pop(tensor + part)[0].as_py() for part in _PARTS)
             if raw or shape:
                 value[tensor] = _tensor(tensor, raw or b"", shape, dtype)
-        return separate_media(value | {column: value_of(array) for column, array in arrays.items()})
+        rest = {column: value_of(array, lists=lists_of(array)) for column, array in arrays.items()}
+        return separate_media(value | rest)
 
 
 def _tensor(name: str, raw: bytes, shape: Any, dtype: Any) -> torch.Tensor:
