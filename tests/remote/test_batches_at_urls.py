@@ -126,11 +126,6 @@ def test_select_looks_at_one_shard(server: HttpServer, cache: tc.TensorCache) ->
     assert len(server.log()) == 5  # the other indexes, and a skeleton, which may show names that an old index lacks
 
 
-def test_collate_by_name_looks_at_the_shards_of_the_batch(server: HttpServer, cache: tc.TensorCache) -> None:
-    cache.select(["latent", "array"]).read_batch([0, 1], collate={"lat*": "stack"})
-    assert len({request.path for request in server.log()}) == 1
-
-
 def test_neighbors_share_requests(server: HttpServer, cache: tc.TensorCache) -> None:
     for _ in range(3):  # until this process knows the template of the samples, each batch also requests a skeleton
         cache.read_tensors(range(23), collate="list")

@@ -116,7 +116,7 @@ def _read_tensors(
         if ways is not collate:
             try:
                 ways.check_names(columns.names)
-            except BatchError:  # all samples of the batch may lack a tensor; its name costs the index of every shard
+            except BatchError:  # all samples of the batch may lack a tensor that the argument names
                 others = filter(request.structures.wanted, request.schema())
                 ways.check_names(list(dict.fromkeys([*columns.names, *others])))
         shapes, placement, paddings = place(layouts, columns, ways.ways_for(columns.names))
