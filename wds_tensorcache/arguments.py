@@ -55,6 +55,6 @@ def user_level() -> int:
     In a thread of this package, that frame belongs to `threading`.
     """
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OWN:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:
         level, frame = level + 1, frame.f_back
     return level

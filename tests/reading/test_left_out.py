@@ -62,6 +62,22 @@ def test_readers_warn_with_count_names_and_remedies(a: Path, tmp_path: Path) -> 
     os.chmod(a, 0o755)
 
 
+@pytest.mark.parametrize("folder", ["a", "./a/", "../{}/a//"])
+def test_verify_of_a_relative_folder_reports_them_instead(
+    a: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    monkeypatch.chdir(a.parent)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = tc.verify(folder.format(a.parent.name))
+    assert [fault.what for fault in report.faults] == ["manifest.json does not list it"] * 3
+
+
+def test_code_outside_modules_is_warned(a: Path) -> None:
+    with pytest.warns(UserWarning, match=UNLISTED):
+        exec("tc.open(a).close()", {"tc": tc, "a": a})
+
+
 def test_only_shards_count(tmp_path: Path) -> None:
     """Hidden files, folders, links to listed shards and other files do not count as shards that are left out."""
     folder = write(tmp_path, 20)
