@@ -275,7 +275,11 @@ def test_it_pickles_with_its_own_bytes_only() -> None:
 
 def test_realize() -> None:
     sample = tc.decode_sample(*tc.encode_sample({"a": [T, T], "b": (1, "x"), "n": np.arange(2)}))
-    assert tc.realize(sample)["b"] is sample["b"], "what holds nothing lazy is kept"
+    real = tc.realize(sample)
+    assert real["a"][0] is real["a"][1]
+    assert type(real["a"][0]) is torch.Tensor
+    assert type(real["n"]) is np.ndarray
+    assert real["b"] is sample["b"], "what holds nothing lazy is kept"
     assert isinstance(sample["a"][0], tc.LazyTensor)
     assert torch.equal(tc.realize(lazy_of(T), device="cpu"), T)
     assert tc.realize(7) == 7

@@ -95,6 +95,8 @@ def test_depth(kind: type) -> None:
     assert tc.decode_sample(*tc.encode_sample(nested(200))) == nested(200)
     with pytest.raises(tc.EncodeError, match="more than 200 deep"):
         tc.encode_sample(nested(201))
+    with pytest.raises(tc.FormatError, match="more than 200 deep"):
+        tc.decode_sample(pickle.dumps(nested(201), 4), tc.encode_sample(0)[1])
 
 
 Point = namedtuple("Point", "x y")

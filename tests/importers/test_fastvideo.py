@@ -79,8 +79,8 @@ def test_lists_in_other_columns(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     table = table.append_column("ragged", ragged).append_column("holes", holes)
     parquet.write_table(table, str(tmp_path / "in" / "a.parquet"))
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    (value,) = found.values()
+    samples, _ = imported(tmp_path / "in", tmp_path / "out")
+    (value,) = samples.values()
     assert [part.tolist() for part in value["ragged"]] == [[1, 2], [3], [4, 5, 6]]
     assert value["holes"] == [2**53 + 1, None]
 

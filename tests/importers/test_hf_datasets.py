@@ -142,8 +142,8 @@ def test_lists_in_structs_and_arrays_in_lists(tmp_path: Path) -> None:
         "grids": [[[2**53 + 1, None]]],
     }
     datasets.Dataset.from_list([sample], columns).save_to_disk(tmp_path / "in")
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    (value,) = found.values()
+    samples, _ = imported(tmp_path / "in", tmp_path / "out")
+    (value,) = samples.values()
     assert plain(value) == sample
 
 

@@ -209,3 +209,14 @@ def test_forged_further_names(tmp_path: Path) -> None:
             with pytest.raises(tc.FormatError, match="differ from the index"):
                 cache.read_batch([0, 1])
             assert cache[0]["pick"].load().tolist() == [1, 1]
+
+
+def test_old_indexes_of_samples_that_all_share(tmp_path: Path) -> None:
+    x = [torch.full((3,), float(i)) for i in range(4)]
+    folder = write_old(tmp_path / "c", [{"a": x[i], "b": {"c": x[i]}} for i in range(4)])
+    for _ in range(2):
+        with tc.open(folder) as cache:
+            assert cache.select("b.c").read_batch([3, 1])["b"]["c"].tolist() == [[3] * 3, [1] * 3]
+            assert list(cache.schema) == ["a", "b.c"]
+        with tc.open(folder) as cache, pytest.raises(KeyError, match="unknown tensor"):
+            cache.select("b.d")

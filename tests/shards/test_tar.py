@@ -7,6 +7,7 @@ import os
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from tests.shards.tars import (
     record,
     scan,
     scan_file,
+    special,
 )
 from wds_tensorcache.shards.tar import build_tar_header
 
@@ -118,3 +120,46 @@ def test_headers_of_members_that_are_too_large_for_a_test(name: str, nbytes: int
     member = tarfile.TarInfo(name)
     member.size, member.mode, member.uname, member.gname = nbytes, 0o444, "bigdata", "bigdata"
     assert build_tar_header(name, nbytes) == member.tobuf(tarfile.PAX_FORMAT)
+
+
+# --- streams that begin at a member
+
+
+def tar_of(kind: int, **options: Any) -> bytes:
+    members: list[Any] = []
+    for i in range(12):
+        members.append((f"{'é' * (30 * (i % 3))}{'long/' * (20 * (i % 2))}{i}.txt", bytes([i]) * (700 * i)))
+        members.append(special(f"other{i}", tarfile.SYMTYPE if i % 2 else tarfile.DIRTYPE, linkname="0.txt" * (i % 2)))
+    return build_with_tarfile(members, kind, **options)
+
+
+def keys_and_texts(samples: object) -> list[tuple[str, bytes]]:
+    return [(sample["__key__"], sample["txt"]) for sample in samples]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
+def test_every_start(tmp_path: Path, kind: int) -> None:
+    path = tmp_path / "x.tar"
+    path.write_bytes(tar_of(kind, pax_headers={"comment": "of all members"}))
+    whole = keys_and_texts(tc.ResumablePipeline([path]))
+    assert len(whole) == 12
+    for at in range(12):
+        first, second = tc.ResumablePipeline([path]), tc.ResumablePipeline([path])
+        samples = iter(first)
+        assert keys_and_texts(next(samples) for _ in range(at)) == whole[:at]
+        second.load_state_dict(first.state_dict())
+        assert keys_and_texts(second) == whole[at:]
+
+
+def test_offsets_in_errors_count_from_the_beginning_of_the_tar(tmp_path: Path) -> None:
+    path = tmp_path / "x.tar"
+    path.write_bytes(tar_of(tarfile.GNU_FORMAT)[:20_000])
+    first, second = tc.ResumablePipeline([path]), tc.ResumablePipeline([path])
+    samples = iter(first)
+    for _ in range(3):
+        next(samples)
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(tc.FormatError) as error:
+        list(second)
+    assert error.value.offset is not None
+    assert error.value.offset > 10_000

@@ -195,9 +195,9 @@ def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) ->
     unlisted: list[str] = []
     if has_manifest:
         head = os.path.join(os.path.abspath(folder), "")
-        others = set(shard_names(names)).difference(path.removeprefix(head) for path in listed)
-        listed_paths = set(map(os.path.abspath, listed)) if others else ()
-        unlisted = [os.path.join(folder, name) for name in sorted(others) if head + name not in listed_paths]
+        extra_names = set(shard_names(names)).difference(path.removeprefix(head) for path in listed)
+        listed_paths = set(map(os.path.abspath, listed)) if extra_names else ()
+        unlisted = [os.path.join(folder, name) for name in sorted(extra_names) if head + name not in listed_paths]
     if unlisted:
         from wds_tensorcache.storage.locks import is_being_written
 

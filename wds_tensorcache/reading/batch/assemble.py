@@ -117,8 +117,8 @@ def _read_tensors(
             try:
                 ways.check_names(columns.names)
             except BatchError:  # all samples of the batch may lack a tensor that the argument names
-                others = filter(request.structures.wanted, request.schema())
-                ways.check_names(list(dict.fromkeys([*columns.names, *others])))
+                names_of_view = filter(request.structures.wanted, request.schema())
+                ways.check_names(list(dict.fromkeys([*columns.names, *names_of_view])))
         shapes, placement, paddings = place(layouts, columns, ways.ways_for(columns.names))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
