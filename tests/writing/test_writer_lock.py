@@ -7,6 +7,8 @@ import itertools
 import os
 import signal
 import struct
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,29 @@ def test_a_second_one_in_a_process(tmp_path: Path) -> None:
     assert not lock_files(tmp_path)
     write_one(tmp_path / "%03d.tar", "b")
     assert list(tc.open(tmp_path).keys()) == ["a", "b"]
+
+
+def test_a_second_one_while_other_threads_write(tmp_path: Path) -> None:
+    """Their files come and go while this thread looks for the writer that holds the lock."""
+    is_done = threading.Event()
+
+    def write_elsewhere() -> None:
+        while not is_done.is_set():
+            tc.ShardWriter(tmp_path / "b" / "%03d.tar", fsync=False, overwrite=True).close()
+
+    seconds = sys.getswitchinterval()
+    other = threading.Thread(target=write_elsewhere)
+    with tc.ShardWriter(tmp_path / "a" / "%03d.tar", fsync=False):
+        other.start()
+        sys.setswitchinterval(1e-5)
+        try:
+            for _ in range(15):
+                with pytest.raises(FileExistsError, match="an unfinished writer of this process"):
+                    tc.ShardWriter(tmp_path / "a" / "%03d.tar")
+        finally:
+            sys.setswitchinterval(seconds)
+            is_done.set()
+            other.join()
 
 
 def test_another_process(tmp_path: Path) -> None:

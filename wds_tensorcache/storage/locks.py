@@ -47,7 +47,7 @@ class OwnedFile:
         self.path = path
         self.fd = os.open(path, flags, 0o666)
         self._closing = weakref.finalize(self, os.close, self.fd)
-        _OPEN.add(self)
+        _OPEN[self] = None
 
     def close(self) -> None:
         self.fd = -1
@@ -61,6 +61,8 @@ class Flock(OwnedFile):
         is_locked: True if this object holds the lock, False if another process holds it, None if the file system has no
             locks.
     """
+
+    is_locked: bool | None = False
 
     def __init__(self, path: str, flags: int = os.O_RDONLY, wait_s: float = 0.0) -> None:
         super().__init__(path, flags)
@@ -124,7 +126,8 @@ def find_writer(folder: str) -> str | None:
 
 def holder_of(path: str) -> str:
     """Return "this process" if this process holds the lock of a file; otherwise "another process"."""
-    own = [os.path.realpath(file.path) for file in _OPEN if isinstance(file, Flock) and file.is_locked is not False]
+    files = [ref() for ref in _OPEN.keyrefs()]  # a copy, because other threads open files meanwhile
+    own = [os.path.realpath(file.path) for file in files if isinstance(file, Flock) and file.is_locked is not False]
     return "this process" if os.path.realpath(path) in own else "another process"
 
 
@@ -138,7 +141,7 @@ def is_held(path: str) -> bool:
         return _flock(file.fd, fcntl.LOCK_SH) is not True
 
 
-_OPEN: weakref.WeakSet[OwnedFile] = weakref.WeakSet()
+_OPEN: weakref.WeakKeyDictionary[OwnedFile, None] = weakref.WeakKeyDictionary()
 
 
 def _close_in_child() -> None:
