@@ -77,8 +77,17 @@ def test_tensors_of_several_dtypes_are_left_out(tmp_path: Path) -> None:
         for i, text in enumerate(("a", "ab", "abc")):
             sink.write(f"{i}", {"x": torch.ones(8), "text": np.array(text)})
     done = run("bench", tmp_path / "cache", *QUICK, "--json")
-    assert "dtypes differ between samples: 'text'" in done.stderr
+    assert "differ between samples: 'text'" in done.stderr
     assert json.loads(done.stdout)["nbytes_used"] == 3 * 32
+
+
+def test_tensors_that_shorter_lists_lack_are_left_out(tmp_path: Path) -> None:
+    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
+        for i in range(5):
+            sink.write(f"{i}", {"x": torch.ones(8), "texts": [torch.ones(2) for _ in range(1 + i % 3)]})
+    done = run("bench", tmp_path / "cache", *QUICK, "--json")
+    assert "the lengths of their lists differ between samples: 'texts.1', 'texts.2'" in done.stderr
+    assert json.loads(done.stdout)["nbytes_used"] == 5 * 40
 
 
 def test_refusals(cache: Path, tmp_path: Path) -> None:

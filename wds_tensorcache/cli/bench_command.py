@@ -20,6 +20,7 @@ from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import format_count, list_names
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.reading.positions import spread
+from wds_tensorcache.reading.schema import TensorSchema
 from wds_tensorcache.storage.system import memory_nbytes, num_cores
 from wds_tensorcache.storage.threads import Threads
 
@@ -72,10 +73,11 @@ def bench(
     output, threads = Output(as_json), threads or num_cores()
     find_shards(path, local_for="measured")  # the raw reads are those of files in the page cache
     with tc.open(path, cache=cache_name, num_threads=threads) as whole, output.progress("measuring") as show:
-        uneven = [tensor.name for tensor in whole.schema.values() if isinstance(tensor.dtype, tuple)]
+        uneven = [tensor.name for tensor in whole.schema.values() if _is_uneven(tensor, len(whole))]
         uneven = uneven if len(uneven) < len(whole.schema) else []  # without other tensors, batches raise the error
         if uneven:
-            output.note(f"not in the batches, since their dtypes differ between samples: {list_names(uneven)}")
+            problem = "since the dtypes or the lengths of their lists differ between samples"
+            output.note(f"not in the batches, {problem}: {list_names(uneven)}")
             whole = whole.select([glob.escape(name) for name in whole.schema if name not in uneven])
         used = whole[_choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4))]
         extents = [_read_extent(used, index) for index in range(len(used))]
@@ -133,6 +135,12 @@ def bench(
     output.table(("", "threads", "GB/s", "samples/s", ""), rows, right=("threads", "GB/s", "samples/s"))
     output.line()
     output.line(limit)
+
+
+def _is_uneven(tensor: TensorSchema, num_samples: int) -> bool:
+    """Return whether no batch can have a tensor: its dtypes differ, or some samples have shorter lists."""
+    is_in_list = any(map(str.isdecimal, tensor.name.split(".")))
+    return isinstance(tensor.dtype, tuple) or (is_in_list and tensor.num_samples < num_samples)
 
 
 def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
