@@ -20,8 +20,8 @@ from wds_tensorcache.sharing.reaper import (
     HEAD,
     HOLDERS,
     IN_USE,
-    IS_PERSISTENT,
     NUM_HOLDER_BYTES,
+    PERSISTENT,
     remove_folder,
     remove_if_abandoned,
     start_reaper,
@@ -221,9 +221,7 @@ def open_folder(
             f"and call tc.shared_clear({name!r}, {os.path.dirname(base)!r})"
         )
     if persistent:
-        os.close(
-            os.open(folder.path_of(IS_PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        )
+        os.close(os.open(folder.path_of(PERSISTENT), os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600))
     return folder
 
 

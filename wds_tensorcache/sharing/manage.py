@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from wds_tensorcache.sharing.folder import base_folder, find_folders, folder_holders, named_folder, read_head
-from wds_tensorcache.sharing.reaper import IS_PERSISTENT, remove_if_abandoned
+from wds_tensorcache.sharing.reaper import PERSISTENT, remove_if_abandoned
 from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.locks import locked_folder
 
@@ -56,7 +56,7 @@ def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedI
                     int(table.find_present().sum()),
                     sum(segment.reserved for segment in table.segments()),
                     tuple(folder_holders(path)),
-                    os.path.exists(os.path.join(path, IS_PERSISTENT)),
+                    os.path.exists(os.path.join(path, PERSISTENT)),
                 )
             )
     return sorted(infos, key=lambda info: info.name)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 HEAD = "head.json"  # name, fingerprint and boot id
 HOLDERS = "holders"  # each process that holds the folder has shared locks on byte `pid` and byte `IN_USE` of this file
-IS_PERSISTENT = "persistent"  # the folder is kept if a file with this name exists
+PERSISTENT = "persistent"  # the folder is kept if a file with this name exists
 NUM_HOLDER_BYTES = 1 << 40
 IN_USE = NUM_HOLDER_BYTES  # the reaper waits for this byte, so that it never delays a process that removes the folder
 _REAPER = NUM_HOLDER_BYTES + 1  # locked by the reaper
@@ -39,7 +39,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
     try:
         if fd >= 0 and not _lock(fd, 0, NUM_HOLDER_BYTES, fcntl.F_OFD_SETLK):
             return False
-        is_kept = all(os.path.exists(os.path.join(folder, name)) for name in (IS_PERSISTENT, HEAD))
+        is_kept = all(os.path.exists(os.path.join(folder, name)) for name in (PERSISTENT, HEAD))
         if even_persistent or not is_kept:
             remove_folder(folder)
     finally:

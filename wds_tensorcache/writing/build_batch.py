@@ -102,30 +102,33 @@ def compute(
             copied = Batch(returned, len(batch), partial(_describe, batch))
         waiting.append(thread.submit(write, copied, missing))
 
+    def attempt(part: list[Target], is_second: bool = False) -> list[Target]:
+        """Compute a batch, and return the items to compute one by one if it fails; record the failure of a single item."""
+        if any(is_missing for _, is_missing in part):
+            try:
+                submit([(job.items.read_again(item), True) for item, _ in part] if is_second else part)
+            except Exception as exc:
+                # Hazard: an error of the writer is no failure of the item.
+                if failed or not records:
+                    raise
+                if len(part) > 1:
+                    return [target for target in part if target[1]]
+                failures.add(Failure.of(part[0][0].number, part[0][0].key, exc))
+        return []
+
     with Threads(1, "tensorcache-build") as thread:
         try:
             for index in earlier:
                 kinds.add(index)
             for batch in batches:
-                parts = [batch]
+                part = batch
                 if records:
+                    part = [target for target in batch if target[0].failure is None]
                     for item, is_missing in batch:
                         if item.failure is not None and is_missing:
                             failures.add(replace(item.failure, key=item.key))
-                    parts = [[target for target in batch if target[0].failure is None]]
-                for at, part in enumerate(parts):
-                    if not any(is_missing for _, is_missing in part):
-                        continue
-                    try:
-                        submit([(job.items.read_again(item), True) for item, _ in part] if at else part)
-                    except Exception as exc:
-                        # Hazard: an error of the writer is no failure of the item.
-                        if failed or not records:
-                            raise
-                        if len(part) > 1:
-                            parts += [[target] for target in part if target[1]]
-                        else:
-                            failures.add(Failure.of(part[0][0].number, part[0][0].key, exc))
+                for target in attempt(part):
+                    attempt([target], is_second=True)
                 failures.reached = batch[-1][0].number
                 job.bar.show_count()
             while waiting:
