@@ -27,7 +27,7 @@ NUMBER = "number"  # the name of the output with the sample indices of a batch
 class BatchSource:
     """Base of all sources of batches for a pipeline.
 
-    A source keeps its last batches, because DALI reads them later, and the requests of these batches, for `nest`.
+    A source keeps its last batches, which DALI reads later, and what `nest` needs for them.
     """
 
     tensors: list[str]

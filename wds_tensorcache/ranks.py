@@ -23,6 +23,7 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is
     If `is_final` is False, the environment may contain only a world size; the rank is then 0.
 
     Raises:
+        TypeError: `rank` or `world_size` is not an integer.
         ValueError: The arguments or the environment are inconsistent.
     """
     if (rank is None) != (world_size is None):

@@ -98,7 +98,7 @@ class ShardsToCheck:
         return [FoundShard(shard) for shard in self._manifests[-1].paths]
 
     def check(self, num_threads: int | None, allow: Iterable[type], bar: Progress, keep: bool = False) -> list[Checked]:
-        """Complete `report`, and show the bytes checked; with `keep`, return the findings in each shard."""
+        """Check the shards and complete `report`; with `keep`, return the findings in each shard that can be opened."""
         num_threads = num_cores() if num_threads is None else num_threads
         if num_threads < 1:
             raise ValueError(f"num_threads={num_threads}, expected at least 1")

@@ -38,7 +38,7 @@ def plain(text: object) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value for `json.dumps`: dataclasses become dicts, sequences and sets lists, and unknown objects their `str`.
+    """Return a value for `json.dumps`. Dataclasses become dicts, tuples and sets become lists, and other objects strings.
 
     JSON has no NaN and no infinities. They become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
     """

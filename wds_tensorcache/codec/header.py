@@ -149,7 +149,10 @@ def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], 
     """Return the header of a `.safetensors` member, with its length field and zeros as its digest (see `sign_header`).
 
     `tensors` contains (name, stored dtype, shape in stored elements, number of bytes) for each tensor, in the order of the
-    tensors' bytes.
+    tensors' bytes. The length of the header is a multiple of `align`.
+
+    Raises:
+        ValueError: `align` is not a positive multiple of 8, or the header exceeds `MAX_HEADER_NBYTES`.
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")

@@ -360,7 +360,11 @@ class LazyArray(Lazy):
         return int(self.shape[0])
 
     def load(self, out: np.ndarray[Any, Any] | None = None, *, copy: bool = True) -> np.ndarray[Any, Any]:
-        """Read the array and return it, C-contiguous and little-endian; for `out`, `copy` and memory, see `LazyTensor.load`."""
+        """Read the array and return it; see `LazyTensor.load`. Without `out`, it is C-contiguous and little-endian.
+
+        Raises:
+            FormatError: A bool or text array contains invalid values, or the shard was changed.
+        """
         if out is None:
             return self._load(copy)  # type: ignore[no-any-return]
         self._check_out(out)

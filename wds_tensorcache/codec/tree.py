@@ -374,7 +374,7 @@ def children(value: Any) -> Iterable[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a plain value, or the type of any other value."""
+    """Return the repr of a plain value, cut to 80 characters, or the name of the type of any other value."""
     # The repr of a hostile container may never end.
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 

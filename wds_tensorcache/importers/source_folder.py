@@ -48,14 +48,15 @@ class SourceFolder:
         files: Relative paths of the files to import; None for all files in the folder.
 
     Attributes:
-        names: Sorted paths of all files, relative to the folder, with `/` as separator.
+        names: Sorted paths of the files to import, relative to the folder, with `/` as separator.
         faults: Faults by relative path: links that lead out of the folder or nowhere, and folders that cannot be read.
         ignored: Files that are never read: pipes, sockets, devices, and the `._` files of macOS.
 
     Raises:
         NotADirectoryError: `path` is not a folder.
         FormatError: A file cannot be read. All methods that read raise it.
-        ShortageError: Descriptors or memory are short. All methods that read raise it.
+        OSError: The folder cannot be listed.
+        ShortageError: Descriptors or memory ran out. All methods that read raise it.
     """
 
     path: str
@@ -110,7 +111,7 @@ class SourceFolder:
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:
-        """Sorted names by their last suffix, which is in lower case and begins with a dot."""
+        """Sorted names for each last suffix, in lower case and with its dot; "" for names without a suffix."""
         names: dict[str, list[str]] = {}
         for name in self.names:
             names.setdefault(os.path.splitext(name)[1].lower(), []).append(name)

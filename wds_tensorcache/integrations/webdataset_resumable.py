@@ -322,7 +322,7 @@ class ResumablePipeline(IterableDataset[Any]):
             self._warn_of_epoch(share)
 
     def _finish(self, batch: list[tuple[Any, list[tuple[int, int]], dict[int, _Done], bool]]) -> Any:
-        """Mark the samples of a batch as done, empty it, and return its items."""
+        """Mark the samples of a batch as done, empty it, and return its only item or its collated items."""
         items = [item for item, *_ in batch]
         for _, positions, done, is_repeated in batch:
             for shard, index in positions:

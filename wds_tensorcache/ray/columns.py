@@ -1,4 +1,4 @@
-"""Convert values to Arrow columns of Ray's blocks, and columns of Ray's batches, in any format, back to values."""
+"""Convert values to the Arrow columns of Ray's blocks, and convert Ray's batches of any format back to values."""
 
 from __future__ import annotations
 

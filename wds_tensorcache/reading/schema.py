@@ -23,7 +23,7 @@ from wds_tensorcache.shards.shard import Shard
 
 Array = np.ndarray[Any, Any]
 DType: TypeAlias = "torch.dtype | np.dtype[np.generic]"
-# a tensor's name, its reference in a sample, distinct shapes, int64 `[n, ndim]`, and the number of samples of each shape
+# a tensor's name, its reference in a sample, its shapes, int64 `[n, ndim]`, and the number of samples of each shape
 Tensor: TypeAlias = "tuple[str, Reference, Array, Array]"
 
 
@@ -135,7 +135,7 @@ def whole_schema(store: Store) -> Mapping[str, TensorSchema]:
 
 
 def stored_shapes(store: Store, positions: Positions) -> Iterator[Tensor]:
-    """Yield the tensors of the samples at `positions`, for each shard and form.
+    """Yield a `Tensor` for each tensor, shard and form of the samples at `positions`.
 
     A shape may occur several times. Cost: a few numpy operations per tensor, shard and form.
     """

@@ -138,7 +138,7 @@ def check_length(content: bytes, begin: int, end: int) -> None:
 
 
 def parse_number(field: bytes) -> int:
-    """Return the number in a field of a header, in octal digits or GNU's base 256; -1 if it is neither."""
+    """Return the number in a field of a header, octal or GNU's base 256; 0 if it is blank, -1 if it is neither."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     digits = field.partition(b"\0")[0].strip()

@@ -367,7 +367,9 @@ class Files:
     def expect(
         self, path: str, manifest: str | None = None, status: os.stat_result | None = None, nbytes: int | None = None
     ) -> None:
-        """Record the current state of the file at `path`. `get` then refuses the file in any other state.
+        """Record the state of a local file, so that `get` refuses any other state, or the length of a remote file.
+
+        If a state is recorded already, it stays.
 
         Args:
             manifest: Path of the manifest that lists the file, for messages.

@@ -59,7 +59,7 @@ class LocalFolder:
         self._fsync = fsync
 
     def make(self) -> None:
-        """Create the folder if it does not exist. For a url, check that the object store can be written."""
+        """Create the folder if it does not exist. For a url, only check the url and the settings, without a request."""
         os.makedirs(self.path or os.curdir, exist_ok=True)
 
     def locate(self, name: str) -> str:

@@ -46,7 +46,7 @@ def file_system(path: str) -> tuple[str, bool]:
 
 
 def device_kind(device: int, path: str) -> tuple[str, bool]:
-    """Return the result of `file_system` for a path on the device `st_dev`, cached for each device."""
+    """Return `file_system(path)`, cached by `device`, the `st_dev` of the path."""
     if device not in _DEVICES:
         _DEVICES[device] = file_system(path)
     return _DEVICES[device]

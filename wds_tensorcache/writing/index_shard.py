@@ -68,7 +68,7 @@ def write_index(
 def index_shard(
     path: str, dali_index: bool, index_folder: str | os.PathLike[str] | None = None
 ) -> tuple[ShardIndex, str | None]:
-    """Index a shard as `write_index` does; return the index, and the path of the manifest to which the shard was added."""
+    """Index a shard as `write_index` does; return the index, and the path of the manifest if the shard was added to one."""
     is_remote = is_url(path)
     if index_folder is not None and not is_remote:
         raise ValueError(

@@ -64,7 +64,7 @@ class FinishedShards:
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def stored_key(self, key: str) -> str:
-        """Return `key`; if a sample has the key that an earlier `safe_key` made of the same name, return that key."""
+        """Return the older key of the same name if a sample has it, else `key`; see `older_key`."""
         older = older_key(key)
         return key if older is None or older not in self else older
 

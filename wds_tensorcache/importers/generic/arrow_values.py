@@ -16,7 +16,7 @@ _PACKAGE = "pyarrow>=14.0.1"  # Hazard: older releases run pickles in the metada
 
 
 class Lists(IntEnum):
-    """The form of the lists of numbers in a column. All rows of a column have the same form."""
+    """The form of the lists of numbers in the rows of a column."""
 
     TENSORS = 0  # nested lists are one tensor
     INNERMOST = 1  # the innermost lists are tensors, because lists of one level have different lengths

@@ -72,7 +72,7 @@ def join_files(
 
     Args:
         folder: Folder with all files.
-        latents: Files of latents.
+        latents: Files of latents, and of sounds, which join the latents with the same label.
         texts: Files of texts. They become part of the samples of latents with the same stem and model.
         load: Function that reads a sample.
         provenance, bad: As for `Source`.

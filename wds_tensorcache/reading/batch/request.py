@@ -312,7 +312,7 @@ class Request:
         """Put the chosen tensors and values into a batch; see `ChosenRequest`."""
 
     def schema(self) -> Mapping[str, TensorSchema]:
-        """Return the properties of the tensors of all batches. Cost: loads the index of every shard, once."""
+        """Return the schema of the whole cache, also for a view. Cost: loads the index of every shard, once."""
         return whole_schema(self.store)
 
     def sample(self, i: int) -> Any:

@@ -107,7 +107,7 @@ class Decoded:
         return len(self._request)
 
     def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample; raise BatchError as `check` does."""
+        """Return the value at `path` of each sample; raise BatchError if structures differ or an index lacks names."""
         with self._lock:
             try:
                 groups = self._groups = self._groups or self._read()
@@ -183,7 +183,7 @@ class Decoded:
         return values_by_sample
 
     def _compare(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
-        """Return a template and the values of sample `i`, after comparing its structure with the batch's structure."""
+        """Compare the structure of sample `i` with the batch's structure, as `_build` does; return the other arguments."""
         # Samples of one template differ only in plain values, of which only None may take the place of a tensor. So one
         # comparison suffices for all samples with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)

@@ -173,7 +173,7 @@ class BlockFile(ShardFile):
         self._present[run[0] : run[1]] = marks
 
     def note_use(self, now_s: float) -> None:
-        """Record the use of the file in its time of modification, at most once a second."""
+        """Mark the file as used by setting its mtime, at most once a second."""
         if now_s - self._used_s >= 1:
             self._used_s = now_s
             os.utime(self.fd)

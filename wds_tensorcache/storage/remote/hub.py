@@ -1,4 +1,4 @@
-"""Files in repositories of a hub (`hf://datasets/ORG/NAME@REVISION/path`), read from its web server at a commit."""
+"""Files in Hugging Face Hub repositories (`hf://datasets/ORG/NAME@REVISION/path`), read over HTTP at one commit."""
 
 from __future__ import annotations
 
