@@ -139,6 +139,12 @@ def test_padding_by_name(tmp_path: Path) -> None:
         assert batch["h"].tolist() == [[1, float("-inf"), float("-inf")], [1] * 3]
         assert batch["array"].tolist() == [[5, -1, -1], [5] * 3]
         assert batch["s"].tolist() == [["w", "", ""], ["w"] * 3]
+        batch = cache.read_batch([0, 1], collate="pad", pad_value={"h*": 5, "labels": 7, "l*": 9})  # a name goes first
+        assert (batch["h"].tolist()[0], batch["labels"].tolist()[0], batch["array"].tolist()[0]) == (
+            [1, 5, 5],
+            [0, 7, 7],
+            [5, 0, 0],
+        )
         batch = cache.read_batch([0, 1], collate="pad", pad_value={"h": float("nan")})
         assert batch["h"].isnan().tolist() == [[False, True, True], [False] * 3]
         with pytest.raises(tc.BatchError, match="pad_value has an unknown tensor 'y'"):

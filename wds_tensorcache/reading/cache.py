@@ -242,8 +242,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 first dimension; the row of a sample that lacks the tensor is padding. A dict chooses by tensor name or
                 pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors that match no pattern are
                 stacked. A function receives the list of B samples with loaded tensors, and returns the batch.
-            pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name. `tc.pad(…)` has its own fill value;
-                texts and dates are filled with zero bytes.
+            pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name or pattern. `tc.pad(…)` has its own fill
+                value; texts and dates are filled with zero bytes.
             choose: Alternative tensors, by the name of the chosen tensor in the batch:
                 `{"latent": ["latent", "latent_flipped"], "text": "captions.*"}`. Samples may have different numbers of
                 alternatives. Only the chosen tensor is read, and appears in the batch. A tuple of names is chosen together:

@@ -64,7 +64,7 @@ class Collate:
 
     Attributes:
         ways: `"stack"`, `"list"`, `"pad"`, `"auto"` or a `Pad`, by tensor name or pattern.
-        pad_value: Fill value for `"pad"`: a number, or a number per tensor name.
+        pad_value: Fill value for `"pad"`: a number, or numbers by tensor name or pattern.
         prefix: Prefix added to a tensor's name before it is matched; used by joined caches.
     """
 
@@ -92,12 +92,17 @@ class Collate:
         return self._way(self.prefix + name) not in ("stack", "auto")
 
     def _way(self, name: str) -> str | Pad:
-        way = self.ways.get(name)
-        if way is None:
-            way = next((way for pattern, way in self.ways.items() if fnmatchcase(name, pattern)), "stack")
+        way = _find(self.ways, name, "stack")
         if way == "pad":
-            return Pad(None, self.pad_value.get(name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value)
-        return way
+            return Pad(None, _find(self.pad_value, name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value)
+        return way  # type: ignore[no-any-return]
+
+
+def _find(values: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value for a name, else for the first pattern that matches it, else `default`."""
+    if name in values:
+        return values[name]
+    return next((value for pattern, value in values.items() if fnmatchcase(name, pattern)), default)
 
 
 def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: Sequence[str] = ()) -> Any:
