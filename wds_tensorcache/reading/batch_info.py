@@ -31,8 +31,8 @@ class BatchInfo:
             with neither, None.
         cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
 
-    Threads/fork/pickle: safe everywhere; a copy has keys, shapes and choices in place of the cache. Records are equal if
-        everything but the cache is equal.
+    Threads/fork/pickle: safe everywhere; a pickled copy has keys, shapes and choices in place of the cache. Records are
+        equal if keys, indices, padding, epoch, step, source, seeds and choices are equal.
     """
 
     # set only in a copy without a cache

@@ -124,7 +124,7 @@ class Columns:
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
-        sizes: Bytes of each tensor; None if the bytes of a tensor differ between layouts.
+        sizes: Length of each tensor in bytes; None if the length of a tensor differs between layouts.
         bools: Tensor index and layout index of each bool tensor, whose bytes must be checked.
         references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; `resolve` sets it, with
             `first`, `shapes`, `limits` and `limit`.
