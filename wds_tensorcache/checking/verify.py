@@ -42,7 +42,7 @@ def verify(
     """Check every byte that a checksum or digest covers, and compare sidecars and manifest with the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
-    compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also checks
+    compares the samples with the index at the shard's end, the `.index` file and the `.idx` file. It also checks
     that skeleton and tensors of each sample belong together. If `source` is a folder or manifest, `verify` checks the
     manifest, too. Other members (`jpg`, …) have no digests, so they are only read.
 
@@ -66,7 +66,7 @@ def verify(
     The report shows damage, not malice: an attacker can store the right digests for a forged sample. `open` and `decode` are
     safe with any shard, and refuse the classes in `Report.needs`.
 
-    Memory: at most 16 MiB per thread, plus the indexes of one shard per thread.
+    Memory: at most 16 MiB per thread, plus the indexes of one shard per thread and the keys of all shards.
     """
     shards = ShardsToCheck(source, Report())
     with closing(Progress(progress, shards.nbytes, desc="verify", unit="B", unit_scale=True)) as bar:

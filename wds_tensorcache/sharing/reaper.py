@@ -25,7 +25,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
     """Remove a folder that no process holds, unless it is persistent. The caller has locked the parent folder.
 
     Returns:
-        False if a process holds the folder.
+        False if a process holds the folder, else True, even if the folder is persistent and stays.
 
     Raises:
         IsADirectoryError: The folder contains another folder; nothing is removed.

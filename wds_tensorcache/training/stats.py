@@ -30,7 +30,7 @@ class LoaderStats:
     Attributes:
         num_batches: Number of batches.
         nbytes: Bytes of the batches' tensors in memory, with padding.
-        total_s: Time from the request of each epoch's first batch until its last batch was returned.
+        total_s: Time from the request of each loop's first batch until its last batch was returned.
         training_waited_s: The part of `total_s` in which training waited for a batch. With worker processes, it includes
             their start.
         data_waited_s: The part of `total_s` in which training computed while its next batch was ready.

@@ -101,7 +101,7 @@ def _stopped(step: Step) -> RuntimeError:
 
 
 def as_transforms(transform: Any) -> tuple[Transform, ...]:
-    """Return the functions in the argument `transform=`, in order."""
+    """Return the functions in the argument `transform=`, in order; raise TypeError if one is not a function."""
     if transform is None:
         return ()
     transforms = (transform,) if callable(transform) or not isinstance(transform, Sequence) else tuple(transform)

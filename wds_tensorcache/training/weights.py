@@ -128,7 +128,7 @@ class Weights:
 
 
 def cumulate(weights: Array) -> Array:
-    """Return the cumulative sums of weights, for `draw`."""
+    """Return the cumulative sums of weights, relative to the largest weight, for `draw`."""
     sums: Array = np.cumsum(weights / (weights.max() or 1))  # dividing by the maximum prevents an infinite sum
     return sums
 
