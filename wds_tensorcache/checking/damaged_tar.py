@@ -221,7 +221,7 @@ class _Places:
         return self._member
 
     def is_last(self, offset: int) -> bool:
-        """Return whether the damaged member is the only member that may follow an offset."""
+        """Return whether a current index lists at most one member after an offset: the damaged member."""
         return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
     def _member_at(self, at: int) -> tuple[str, str, int, int]:

@@ -42,9 +42,9 @@ def verify(
     """Check every byte that a checksum or digest covers, and compare sidecars and manifest with the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
-    compares the samples with the index at the shard's end, the `.index` file and the `.idx` file. It also checks
-    that skeleton and tensors of each sample belong together. If `source` is a folder or manifest, `verify` checks the
-    manifest, too. Other members (`jpg`, …) have no digests, so they are only read.
+    compares the samples with the index at the shard's end, the `.index` file and the `.idx` file. It also checks that skeleton
+    and tensors of each sample belong together. If `source` is a folder or manifest, `verify` checks the manifest, too. Other
+    members (`jpg`, …) have no digests, so they are only read.
 
     Args:
         source: Shards, as for `open`: a folder, a manifest, a shard, a pattern, or a list of sources.

@@ -118,7 +118,7 @@ class BatchInfo:
     def mask(self, name: str) -> torch.Tensor:
         """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.
 
-        T is the length of the rows after padding: the length in `tc.pad(to=…)`, or else the length of the longest row. A sample
+        T is the length of the rows after padding: a length in `tc.pad(to=…)`, or else the length of the longest row. A sample
         that lacks the tensor has no data. After `tc.drop_text`, this is the mask of the texts in the batch. Any other transform
         that changes lengths must make its own mask.
 

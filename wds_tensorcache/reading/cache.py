@@ -99,6 +99,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             IndexError: An index is not in `[-len, len)`.
             TypeError: The index has any other type, or is a mask whose length differs from the length of the cache.
             KeyError: No sample has the key, or samples of several shards have it.
+            ValueError: The cache is closed.
             FormatError, RemoteError: The shard is damaged, or does not match its index; or a request to its server failed.
         """
         if type(index) is not int:
@@ -178,6 +179,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Raises:
             FormatError: A shard is damaged, or does not match its index; or a sample needs a class that is not in `allow=`.
+            RemoteError: A request for a remote shard failed.
 
         Cost: loads the index of every shard, takes a few numpy operations per shard and tensor, and reads at most 64 skeletons
             of each cache. No tensor is read.
@@ -240,7 +242,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors, with None for each sample that
                 lacks the tensor. `"pad"`, or `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their
                 first dimension; the row of a sample that lacks the tensor is padding. A dict chooses by tensor name or
-                pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors that match no pattern are
+                `fnmatch` pattern: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors that match no pattern are
                 stacked. A function receives the list of B samples with loaded tensors, and returns the batch.
             pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name. `tc.pad(…)` has its own fill value;
                 texts and dates are filled with zero bytes.
@@ -266,10 +268,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Raises:
             IndexError: An index or a choice is out of range.
-            KeyError: No sample has a key, or samples of several shards have it.
-            TypeError: `indices` contains anything but indices and keys, and is no mask of the cache's length.
-            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an
-                alternative is a container of tensors.
+            KeyError: No sample has one of the keys, or samples of several shards have it.
+            TypeError: `indices` is neither a sequence of indices and keys, nor a mask of the cache's length.
+            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, an alternative
+                is a container of tensors, or the cache is closed.
             BatchError: Structures or dtypes differ between samples; the message names two keys. With `"stack"`, shapes differ,
                 or samples lack a tensor. With `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than
                 `to`. A name in `collate` or `pad_value` matches no tensor. Or a sample has none of the alternatives in

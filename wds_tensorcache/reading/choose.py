@@ -168,7 +168,7 @@ class Alternatives:
 
     @cached_property
     def covers(self) -> Wanted:
-        """Function that returns whether the tensor with this name is an alternative."""
+        """Function that returns whether the tensor with a given name is an alternative."""
         return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
 
     def check(self, cache: Any) -> None:

@@ -120,7 +120,7 @@ class BaseLoader(ABC):
         self._sampler.set_epoch(epoch)
 
     def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:
-        """Return an iterable of pairs `(batch, BatchInfo)`; each iteration over it is an epoch."""
+        """Return an iterable of pairs `(batch, BatchInfo)`, for a loop in place of a loop over the loader itself."""
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -224,7 +224,7 @@ class BaseLoader(ABC):
         The loader takes over the state's weights; call `set_weights` afterwards to change them.
 
         Raises:
-            ValueError: The state is damaged, or belongs to a loader with other samples, seed, shuffle or mix.
+            ValueError: The state is damaged, or belongs to a loader with other samples or options, such as seed or mix.
         """
         plan = self._sampler._plan
         # a larger step may not fit into the rest of the epoch

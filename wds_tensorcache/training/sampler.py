@@ -49,7 +49,7 @@ class StepSampler(DistributedSampler[Step]):
         seed: Seed of all random choices; the same on all ranks.
         rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come from
             torch.distributed, even if a trainer initializes it after the sampler is made but before the first iteration.
-            Without torch.distributed, they come from torchrun's environment.
+            Without torch.distributed, they come from torchrun's environment, or else are 0 and 1.
         group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
             pipeline parallelism, where the global rank is not the data-parallel rank.
         last_batch: Treatment of an epoch's last step if samples do not fill it. With `bucket_by` or `mix`, it applies to the

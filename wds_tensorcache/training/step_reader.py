@@ -37,7 +37,6 @@ class StepReader:
 
     @property
     def chosen_names(self) -> list[str]:
-        """Names of the chosen tensors in the batches."""
         return [] if self.alternatives is None else self.alternatives.names
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:

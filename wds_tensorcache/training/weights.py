@@ -42,7 +42,6 @@ class Weights:
     def __init__(
         self, names: Sequence[str], caches: Any, samples: Mapping[int, Any], streams: Sequence[Any], seed: int
     ) -> None:
-        """Make weights of the caches `names` of a mix, and of the samples in some caches."""
         self._names, self._streams = list(names), streams
         self._seeds = [stream_seed(seed, "draws", number) for number in range(len(streams))]
         self.caches = None if caches is None else self._cache_weights(caches)

@@ -130,6 +130,7 @@ def build(
         TypeError: The source is not a dataset, an option is unknown, JSON cannot represent the fingerprint, a digest is not a
             str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
+        ImportError: A url, or `progress=True`, needs a package that is not installed.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 
@@ -281,7 +282,7 @@ def _missing(
     failures: Failures,
     is_complete: bool = False,
 ) -> Iterator[list[Target]]:
-    """Yield batches up to the first changed item; raise StaleCacheError at the end, FormatError for a sample without cache."""
+    """Yield batches up to the first changed item; raise StaleCacheError for it at the end, FormatError for a lost cache."""
     # With `is_complete`, a sample without an item and an item without a sample are errors, too. `seen` gets all keys.
     items = job.items
     comparison = Comparison(items, finished, folder)

@@ -41,8 +41,8 @@ class Comparison:
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
         """Return the place, among `places`, of the sample that was made from an item; None if there is none.
 
-        An item with a `digest` has no sample without an equal `digest.txt`. Other digests are compared if both are known. If
-        nothing can be compared, the first place is returned. Items that have changed or cannot be read are recorded.
+        For an item with a `digest`, only a sample with an equal `digest.txt` is right. Other digests are compared if both are
+        known. If nothing can be compared, the first place is returned. Items that have changed or cannot be read are recorded.
         """
         items = self._items
         if item.failure is not None and places and (items.has_digests or items.compares):

@@ -254,7 +254,7 @@ class Items(Dataset[Item]):
             return self._failed(number, exc)
 
     def read_again(self, item: Item) -> Item:
-        """Read an item of a map-style dataset again; raise ValueError if `fn` has changed the only value of an item in place."""
+        """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place."""
         value = self._items[item.number] if self.is_map else item.value
         if item.origin and item.origin != digest_item(value) == digest_item(item.value):
             fault = f"fn changed item {item.number} in place, so it cannot be tried again as it was"

@@ -26,7 +26,8 @@ class Rows:
     Attributes:
         shards: All shards of the cache; for a `SharedDataset`, one object with the methods of `Shard` that batches need.
         number, row, begin: Shard number, row in the shard, and byte offset of the member, for each sample, int64 `[B]`.
-        by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
+        by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch. The positions are
+            an array or a slice.
         known_layouts: Result of `layouts_of`, for views that read the same samples; empty until it is known.
         known_samples: Results of `sample`, by position in the batch.
         fetched: Bytes at `Shard.skeleton_extent` of samples of remote shards, by their positions in the batch.
