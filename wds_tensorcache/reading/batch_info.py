@@ -106,10 +106,7 @@ class BatchInfo:
 
     @property
     def choices(self) -> Choices:
-        """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`.
-
-        Empty without `choose`.
-        """
+        """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`. Empty without `choose=`."""
         if self.cache is None or self._randomness.alternatives is None:
             return self._choices
         request = self.cache._request_chosen(self.indices, self._randomness)

@@ -506,7 +506,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         self._wanted, self._optional = wanted, tuple(optional)
         self.__dict__.pop("_structures", None)
 
-    # These modules are imported on first use: only batches need them, and they are half of the modules of a cache.
+    # These modules are imported on first use: only batches need them, and they are half of the modules that a cache needs.
 
     @cached_property
     def _structures(self) -> Structures:

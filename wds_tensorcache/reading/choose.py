@@ -351,9 +351,7 @@ class Randomness:
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
-        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`.
-
-        By default, the choice is the first alternative.
+        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`; by default, the first alternative is chosen.
 
         Raises:
             ValueError: `choose` has another form, or `choose` and `choices` do not fit each other.

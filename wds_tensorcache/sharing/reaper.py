@@ -127,7 +127,7 @@ def _was_made_anew(fd: int, path: str) -> bool:
 
 
 def _reap(folder: str) -> None:
-    """Wait until no process holds a folder, and remove it."""
+    """Wait until no process holds a folder, then remove it unless it is persistent."""
     os.chdir("/")
     os.read(0, 1)  # until the process that started the reaper holds the folder, or is gone
     holders, fd = os.path.join(folder, HOLDERS), -1

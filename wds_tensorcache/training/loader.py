@@ -276,10 +276,13 @@ class Loader(BaseLoader):
         steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
 
     Raises:
-        ValueError, KeyError: As for `StepSampler`; or another argument is unknown or out of range.
+        ValueError, KeyError: As for `StepSampler`; or `collate` or `on_early_exit` is unknown, or a number is out of range.
         TypeError: A number is not an integer, a transform is not a function, or an option is unknown.
         BatchError: A name or pattern in `collate`, `pad_value` or `choose` matches no tensor.
-        RuntimeError (when a batch is requested): A transform failed at the step in the message; or another iteration has begun.
+
+    Raises (when a batch is requested):
+        RuntimeError: A transform failed, and the message names the step; or another iteration has begun.
+        And the errors of `read_batch`.
 
     Memory: `prefetch_batches + 1` batches, besides the batches that the caller keeps. On a GPU, a batch keeps its memory until
         the work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in

@@ -119,7 +119,7 @@ def build(
         StaleCacheError: `out` or `reuse` has a different fingerprint. Or items have changed, moved or been removed, or are in
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
-        FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
+        FileNotFoundError: There is no cache to reuse; or with `reuse`, `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text. Or a member of an item
             has a name that the cache needs.
         ValueError: Arguments are invalid or exclude each other. `fn` returned fewer or more samples than items, None for an

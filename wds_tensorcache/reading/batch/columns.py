@@ -89,10 +89,7 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
-    """Complete layouts with references that the index lacks; return them, and the index of each sample's layout.
-
-    The missing references are read from the samples' skeletons.
-    """
+    """Complete layouts with references from the samples' skeletons; return them, and the index of each sample's layout."""
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
     item_of_sample = np.empty(len(which), np.int64)
