@@ -293,7 +293,7 @@ class _Manifest:
             self._report_copy(checked, entry, original, "")
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards without their listed index whose intact members equal the members of another shard, byte for byte."""
+        """Report shards that are part of a copy of another shard: their intact members equal its members, byte for byte."""
         if not self._unlike or not repeated:
             return
         listed = [path for path in self.paths if path in keys and path not in self._unlike]

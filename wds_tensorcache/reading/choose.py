@@ -351,7 +351,7 @@ class Randomness:
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
-        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`; by default, the first alternative is chosen.
+        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`; the first alternative is the default.
 
         Raises:
             ValueError: `choose` has another form, or `choose` and `choices` do not fit each other.

@@ -88,7 +88,7 @@ class Collate:
         return [self._way(self.prefix + name) for name in names]
 
     def fixes(self, name: str) -> bool:
-        """Return whether every batch has a tensor of this name, because it is padded or listed, even if all samples lack it."""
+        """Return whether the tensor is padded or listed: every batch then has it, even if all samples lack it."""
         return self._way(self.prefix + name) not in ("stack", "auto")
 
     def _way(self, name: str) -> str | Pad:

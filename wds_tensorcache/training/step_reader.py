@@ -40,7 +40,7 @@ class StepReader:
         return [] if self.alternatives is None else self.alternatives.names
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns with which `Cache.select` keeps the stored tensors needed to make the batch tensors `names`."""
+        """Return patterns for `Cache.select` that match all stored tensors needed for the batch tensors `names`."""
         return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
 
     def schema(self) -> dict[str, TensorSchema]:
