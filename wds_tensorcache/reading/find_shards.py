@@ -53,7 +53,7 @@ def find_shards(
         FileNotFoundError: A file or object does not exist, or a list, folder or manifest has no shard. Or a remote folder
             has no manifest, and the server cannot list it.
         FormatError: A manifest is damaged or stale, or lists a shard twice, or a shard that is not in its folder.
-        RemoteError: A request failed.
+        RemoteError, ImportError: A request failed; or a url needs a package that is not installed.
         TypeError, ValueError: The source is not valid.
 
     Cost: one request for each manifest or listing at a url; no request for the url of a shard.

@@ -80,7 +80,8 @@ class SharedDataset(Cache[Any]):
         StaleCacheError: The name is in use for a dataset with another fingerprint; the message contains both.
         PermissionError: The files in `directory` belong to another user, or other users can access them.
         FormatError: The files are damaged. Access to a damaged sample raises it, too.
-        OSError: `directory` does not exist, or the file system is full. Access to a sample that does not fit raises it, too.
+        OSError: `directory` does not exist, the file system is full, or another process holds its lock for a minute. Access to
+            a sample that does not fit raises it, too.
         NotImplementedError: The system is not Linux.
         TypeError, ValueError: The dataset is not map-style, or an option has a wrong type or value.
 

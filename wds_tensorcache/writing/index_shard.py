@@ -60,7 +60,7 @@ def write_index(
         FormatError: The file is not a tar, or is damaged; the error has the byte offset. Or unknown bytes follow the end of the
             archive. Or zeros follow it, although an index or the manifest lists more members.
         OSError: A file cannot be read or written, for example because the disk is full.
-        RemoteError: A request failed.
+        RemoteError, ImportError: A request failed; or the url needs a package that is not installed.
         ValueError: `index_folder` is not None for a local shard, or the indexes cannot be written to a web server.
     """
     return index_shard(os.fsdecode(path), dali_index, index_folder)[0]

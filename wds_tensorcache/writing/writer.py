@@ -52,7 +52,7 @@ from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over
 
 MAX_SAMPLES = 4096  # limits the work that an interrupted build repeats; a lower limit makes too many small files
-_MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next shard is written
+_MAX_FINISHING = 2  # shards at a url that a thread finishes and uploads while the next shard is written
 # the last sample and the index may make a shard longer, and stores accept 5 GB in one request
 _MAX_REMOTE_NBYTES = 4 << 30
 _log = logging.getLogger("wds_tensorcache")

@@ -32,7 +32,7 @@ class Leaves:
     Raises (when the values are used):
         BatchError: A sample's structure differs from the structure of the batch. Or torch computes with values that do not
             form a tensor, for example texts, lists of different lengths, or ints beyond int64.
-        FormatError: A skeleton is damaged.
+        FormatError, RemoteError: A skeleton is damaged, or cannot be fetched.
     """
 
     __slots__ = ("_decoded", "_list", "_path")
