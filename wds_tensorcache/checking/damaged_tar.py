@@ -43,9 +43,9 @@ _RECORD = re.compile(rb"[0-9]+ [^=\n]+=")
 class Member(NamedTuple):
     """An ordinary file, whose content starts at byte `begin`, and whose padding ends at byte `end`.
 
-    The previous member ends at byte `first`. The headers follow, perhaps after entries that belong to no sample.
+    Its headers start at byte `first`, perhaps after entries that belong to no sample.
 
-    If `is_rebuilt`, the header is unreadable. Name and place come from an index, and digests confirm the bytes.
+    If `is_rebuilt`, there is no readable header. Name and place come from an index, and digests confirm the bytes.
     """
 
     name: str
@@ -221,7 +221,7 @@ class _Places:
         return self._member
 
     def is_last(self, offset: int) -> bool:
-        """Return whether the damaged member is the only member that may follow an offset."""
+        """Return whether a current index lists at most one member after an offset: the damaged member."""
         return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
     def _member_at(self, at: int) -> tuple[str, str, int, int]:

@@ -146,7 +146,6 @@ def _are_equal(checked: Checked, key: str, listed: tuple[Any, ...], present: tup
 
 
 def _check_idx(checked: Checked, needs_idx: bool, lost: set[str]) -> None:
-    """Add the faults of DALI's index to `checked`."""
     path, samples, expected = dali_index_path(checked.path), list_members(checked.index), None
     where = os.path.basename(path)
     with contextlib.suppress(InvalidKeyError):  # for example names from other writers

@@ -59,13 +59,13 @@ def repair(
         each lost sample whose key is in an index, an `.idx` file or the tar.
 
     Raises:
-        FileExistsError: `out` is not empty, or is the current folder or a mount point.
+        FileExistsError: `out` is a file, is not empty, or is the current folder or a mount point.
         FileNotFoundError: A file does not exist, or there are no shards.
         FormatError: With `drop=False`, a sample is damaged, or a part of a tar is lost. Or a shard was changed during the call.
         OSError: The disk is full, the parent folder of `out` is read-only, …
         ImportError: `progress` is True, and `tqdm` is not installed.
         ValueError: Two shards in different folders have the same name, or would have the same `.idx` file. Or `out` is an empty
-            string, `source` is a url, or `num_threads` is less than 1.
+            string or a url, `source` is a url, or `num_threads` is less than 1.
 
     Memory: as in `verify`, but with the indexes of all shards at once.
     """

@@ -77,7 +77,6 @@ class Report:
         raise TypeError("a report has no truth value; use report.ok")
 
     def add(self, part: Report) -> None:
-        """Add the faults and counts of another report."""
         for attribute in fields(part):
             value, more = getattr(self, attribute.name), getattr(part, attribute.name)
             setattr(self, attribute.name, value | more if isinstance(value, set) else value + more)

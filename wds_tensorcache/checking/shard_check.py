@@ -33,7 +33,7 @@ _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
 
 @dataclass(slots=True)
 class _Member:
-    """A member of a sample whose bytes were all read."""
+    """A member of a sample whose bytes were all read, unless there is an `error`."""
 
     begin: int
     nbytes: int
@@ -236,7 +236,7 @@ def _note_damage(checked: Checked, part: Break | End) -> None:
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
-    """Read every byte of a member."""
+    """Read every byte of a member; an error is not raised, but stored in the result."""
     member = _Member(begin, nbytes, half_of(suffix))
     try:
         if member.half is not None and member.half.is_skeleton:

@@ -42,9 +42,9 @@ def verify(
     """Check every byte that a checksum or digest covers, and compare sidecars and manifest with the shards.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
-    compares the samples with the index at the shard's end or in its `.index` file, and with the `.idx` file. It also checks
-    that skeleton and tensors of each sample belong together. If `source` is a folder or manifest, `verify` checks the
-    manifest, too. Other members (`jpg`, …) have no digests, so they are only read.
+    compares the samples with the index at the shard's end, the `.index` file and the `.idx` file. It also checks that skeleton
+    and tensors of each sample belong together. If `source` is a folder or manifest, `verify` checks the manifest, too. Other
+    members (`jpg`, …) have no digests, so they are only read.
 
     Args:
         source: Shards, as for `open`: a folder, a manifest, a shard, a pattern, or a list of sources.
@@ -61,12 +61,12 @@ def verify(
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards.
         ImportError: `progress` is True, and `tqdm` is not installed.
-        ValueError: `source` is a url, or `num_threads` is less than 1.
+        TypeError, ValueError: `source` is not a path, or is a url; or `num_threads` is less than 1.
 
     The report shows damage, not malice: an attacker can store the right digests for a forged sample. `open` and `decode` are
     safe with any shard, and refuse the classes in `Report.needs`.
 
-    Memory: at most 16 MiB per thread, plus the indexes of one shard per thread.
+    Memory: at most 16 MiB per thread, plus the indexes of one shard per thread and the keys of all shards.
     """
     shards = ShardsToCheck(source, Report())
     with closing(Progress(progress, shards.nbytes, desc="verify", unit="B", unit_scale=True)) as bar:
@@ -293,7 +293,7 @@ class _Manifest:
             self._report_copy(checked, entry, original, "")
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards without their listed index whose intact members equal the members of another shard, byte for byte."""
+        """Report shards that are part of a copy of another shard: their intact members equal its members, byte for byte."""
         if not self._unlike or not repeated:
             return
         listed = [path for path in self.paths if path in keys and path not in self._unlike]

@@ -31,8 +31,8 @@ class BatchInfo:
             with neither, None.
         cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
 
-    Threads/fork/pickle: safe everywhere; a copy has keys, shapes and choices in place of the cache. Records are equal if
-        everything but the cache is equal.
+    Threads/fork/pickle: safe everywhere; a pickled copy has keys, shapes and choices in place of the cache. Records are
+        equal if keys, indices, padding, epoch, step, source, seeds and choices are equal.
     """
 
     # set only in a copy without a cache
@@ -106,10 +106,7 @@ class BatchInfo:
 
     @property
     def choices(self) -> Choices:
-        """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`.
-
-        Empty without `choose`.
-        """
+        """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`. Empty without `choose=`."""
         if self.cache is None or self._randomness.alternatives is None:
             return self._choices
         request = self.cache._request_chosen(self.indices, self._randomness)
@@ -118,7 +115,7 @@ class BatchInfo:
     def mask(self, name: str) -> torch.Tensor:
         """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.
 
-        T is the length of the rows after padding: the length in `tc.pad(to=…)`, or else the length of the longest row. A sample
+        T is the length of the rows after padding: a length in `tc.pad(to=…)`, or else the length of the longest row. A sample
         that lacks the tensor has no data. After `tc.drop_text`, this is the mask of the texts in the batch. Any other transform
         that changes lengths must make its own mask.
 

@@ -20,16 +20,16 @@ class BatchesAhead:
     """The number of batches to read ahead, which grows while training waits for requests.
 
     To use the full rate of a server, `latency * rate` bytes must be in flight. Latency and rate are measured. The number begins
-    with 4. It doubles when training had to wait for a batch while less than four times as many bytes were in flight. Eight
-    batches in a row without a request, for example from a node's cache, reduce it to 2. More batches would only fill the
-    processor's caches. Only one thread may use an object of this class.
+    with 4. It doubles when training had to wait for a batch while less than four times as many bytes were in flight. The
+    maximum is 32, or what fits into 1 GiB. Eight batches in a row without a request, for example from a node's cache, reduce it
+    to 2. More batches would only fill the processor's caches. Only one thread may use an object of this class.
 
     Args:
-        url: Url of a shard on the server to measure. If all shards are local, it is None, and the number is 2.
+        url: Url of a shard on the server to measure; None if all shards are local. Then the number is 2, or `fixed`.
         fixed: Number that never changes; None for a number that adapts.
 
     Attributes:
-        count: Current number. More than 2 batches take at most 1 GiB.
+        count: Current number.
         most: Maximum of `count`.
         is_local: True after eight batches in a row that needed no request; more than two threads then read no faster.
     """

@@ -75,7 +75,7 @@ _NUM_PATHS = 4  # shards that an error about a repeated key lists
 
 
 class Cache(Sequence[_Sample], Dataset[_Sample]):
-    """Sequence of samples, each read on access by index or by key. The base class of `TensorCache` and `JoinedCache`.
+    """Sequence of samples, each read on access by index or by key. The base class of all caches.
 
     `cache[i]` returns the nested sample that was written, with lazy tensors: it reads only the skeleton, which contains the
     sample's structure and small values. `cache[a:b]`, `cache[[…]]`, `select` and `filter` return views, which share files
@@ -96,10 +96,11 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a sample for an index or key, or a view for a slice, a mask, or a list or array of indices or keys.
 
         Raises:
-            IndexError: The index is not in `[-len, len)`.
+            IndexError: An index is not in `[-len, len)`.
             TypeError: The index has any other type, or is a mask whose length differs from the length of the cache.
             KeyError: No sample has the key, or samples of several shards have it.
-            FormatError: The shard is damaged, or does not match its index.
+            ValueError: The cache is closed.
+            FormatError, RemoteError: The shard is damaged, or does not match its index; or a request to its server failed.
         """
         if type(index) is not int:
             if isinstance(index, slice):
@@ -138,7 +139,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             InvalidKeyError: `tc.safe_key` did not make the key. Or the key contains a hash, and the index of the shard lacks
                 the name, for example because another tool wrote the index.
-            KeyError: No sample has the key.
+            KeyError: No sample has the key, or samples of several shards have it.
         """
         stored = self._stored_name(self._find(key))
         return original_name(key) if stored is None else stored
@@ -178,6 +179,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Raises:
             FormatError: A shard is damaged, or does not match its index; or a sample needs a class that is not in `allow=`.
+            RemoteError: A request for a remote shard failed.
 
         Cost: loads the index of every shard, takes a few numpy operations per shard and tensor, and reads at most 64 skeletons
             of each cache. No tensor is read.
@@ -198,7 +200,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         in samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
 
         Raises:
-            KeyError: A pattern matches no tensor's name.
+            KeyError: A pattern matches no tensor's name, although the view has tensors.
             TypeError: A pattern is not a string.
         """
 
@@ -240,7 +242,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors, with None for each sample that
                 lacks the tensor. `"pad"`, or `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their
                 first dimension; the row of a sample that lacks the tensor is padding. A dict chooses by tensor name or
-                pattern, as in `select`: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors that match no pattern are
+                `fnmatch` pattern: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors that match no pattern are
                 stacked. A function receives the list of B samples with loaded tensors, and returns the batch.
             pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name or pattern. `tc.pad(…)` has its own fill
                 value; texts and dates are filled with zero bytes.
@@ -265,14 +267,16 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             occurs in one of its samples, that `select` selected, or that `collate` pads or lists.
 
         Raises:
-            IndexError, KeyError: An index is out of range, or no sample has a key.
-            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, or an
-                alternative is a container of tensors.
+            IndexError: An index or a choice is out of range.
+            KeyError: No sample has one of the keys, or samples of several shards have it.
+            TypeError: `indices` is neither a sequence of indices and keys, nor a mask of the cache's length.
+            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, an alternative
+                is a container of tensors, or the cache is closed.
             BatchError: Structures or dtypes differ between samples; the message names two keys. With `"stack"`, shapes differ,
                 or samples lack a tensor. With `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than
                 `to`. A name in `collate` or `pad_value` matches no tensor. Or a sample has none of the alternatives in
                 `choose`, for example because a name there is misspelled.
-            FormatError: A shard is damaged, or does not match its index.
+            FormatError, RemoteError: A shard is damaged, or does not match its index; or a request to its server failed.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
         Memory: one block of recycled memory per batch, reused after the batch's last tensor is freed. The cache keeps at most
@@ -331,7 +335,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Tensors that are not given are left out, as with `select`. Other values are decoded on first use.
 
         Raises:
-            KeyError: No sample of the batch, or of its shards, has a tensor with one of these names.
+            KeyError: The cache, or this view of it, has no tensor with one of these names.
+            IndexError, TypeError, ValueError, BatchError, FormatError, RemoteError: As for `read_batch`.
         """
         from wds_tensorcache.reading.batch.assemble import nest_tensors
 
@@ -342,7 +347,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Raises:
             IndexError, KeyError: The cache lacks a sample, or a sample has no member with this suffix.
-            FormatError: A shard does not match its index.
+            TypeError, FormatError, RemoteError: As for `read_batch`.
         """
         request = self._request(indices)
         by_row = self._find_members(request, suffix, range(len(request)))
@@ -483,7 +488,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each wanted sample, by its position in the batch."""
+        """Return the member `KEY.suffix` of each wanted sample that has it, by the sample's position in the batch."""
 
     @property
     def _left_out(self) -> str | None:
@@ -501,7 +506,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         self._wanted, self._optional = wanted, tuple(optional)
         self.__dict__.pop("_structures", None)
 
-    # These modules are imported on first use: only batches need them, and they are half of the modules of a cache.
+    # These modules are imported on first use: only batches need them, and they are half of the modules that a cache needs.
 
     @cached_property
     def _structures(self) -> Structures:

@@ -100,7 +100,7 @@ class Group:
     def edges(
         self, distinct: Sequence[Mapping[_Match, str]], which: Iterable[int], key: Callable[[int], str]
     ) -> list[_Edges]:
-        """Return the edges of each sample's alternatives.
+        """Return the edges of each sample's alternatives; raise BatchError if all alternatives of a sample have the weight 0.
 
         Args:
             distinct: The distinct sets of alternatives of the samples.
@@ -149,7 +149,7 @@ class Alternatives:
 
     @classmethod
     def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
-        """Parse the argument `choose=`, and check it against the caches. Return None if `choose` is None."""
+        """Return the alternatives for `choose=`, after `check` with each cache; None if `choose` is None."""
         if choose is None:
             return None
         alternatives = cls.of(choose)
@@ -168,16 +168,16 @@ class Alternatives:
 
     @cached_property
     def covers(self) -> Wanted:
-        """Function that returns whether the tensor with this name is an alternative."""
+        """Function that returns whether the tensor with a given name is an alternative."""
         return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
 
     def check(self, cache: Any) -> None:
-        """Raise an error unless `cache` has these alternatives. Warn if independent choices seem to belong together.
+        """Check that `cache` has these alternatives. Warn if independent choices seem to belong together.
 
         Raises:
-            BatchError: A name or pattern matches no tensor of the cache. Or a name in the batch belongs to a tensor outside its
-                alternatives.
-            ValueError: A name belongs to a container of tensors; use the pattern `NAME.*` for the tensors in it.
+            BatchError: A name or pattern matches no tensor of the cache, and no value of its first sample. Or a name in the
+                batch belongs to a tensor outside its alternatives.
+            ValueError: An alternative is a container of tensors; use the pattern `NAME.*` for the tensors in it.
         """
         names = list(cache.schema)
         self.check_patterns(names)
@@ -207,7 +207,7 @@ class Alternatives:
                 raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
-        """Warn about two independent patterns that match equally many alternatives in the examined samples."""
+        """Warn if two independent patterns match equally many alternatives in each examined sample."""
         patterns = [(group.names[0], group.patterns[0]) for group in self.groups if group.patterns[0][0].endswith("*")]
         if len(patterns) < 2:
             return
@@ -239,7 +239,7 @@ class Alternatives:
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the average number of bytes of a sample in a batch; `sizes` contains the bytes of all its tensors by name."""
+        """Return the bytes of a sample in a batch, with the mean of the alternatives; `sizes` has the bytes of its tensors."""
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
             alternatives = _expand(patterns, list(sizes))
@@ -351,12 +351,10 @@ class Randomness:
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
-        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`.
-
-        By default, the choice is the first alternative.
+        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`; the first alternative is the default.
 
         Raises:
-            ValueError: `choose` and `choices` do not fit each other.
+            ValueError: `choose` has another form, or `choose` and `choices` do not fit each other.
         """
         if choose is None:
             if choices is not None:
@@ -480,7 +478,8 @@ class ChosenRequest(Request):
         `samples` contains the samples of `rows` if all were decoded before.
 
         Raises:
-            BatchError: A sample has none of the alternatives, or names that are chosen together cannot be paired.
+            BatchError: A sample has none of the alternatives, or names that are chosen together cannot be paired;
+                and the errors of `chooser`.
         """
         if not self.of_values or self.known_values:
             return self.known_values
@@ -570,6 +569,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
     Raises:
         BatchError: A sample has none of the alternatives of a name, or names that are chosen together cannot be paired. Or a
             pattern matches no tensor, or a name belongs to another tensor.
+        ValueError: An alternative is a container of tensors; and the errors of `chooser`.
     """
     request.find_names()  # an old index may lack names of alternatives
     stored = layouts_of(request.rows)
@@ -623,7 +623,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
 def _find_first(
     stored: Layouts, at: int, group: Group, available: Mapping[str, dict[_Match, str]]
 ) -> dict[_Match, str]:
-    """Return the alternatives of the first name in a group that has alternatives."""
+    """Return the alternatives of the first name in a group that has any; raise BatchError if none has."""
     for name in group.names:
         if available[name]:
             return available[name]
@@ -741,7 +741,7 @@ def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, An
 
 
 def _values(sample: Any, patterns: Sequence[str]) -> dict[str, Any]:
-    """Return a sample's alternatives by name, without None and tensors, in any order."""
+    """Return alternatives by name, without None and tensors; raise BatchError if `NAME` of `NAME.*` is not a container."""
     values: dict[str, Any] = {}
     for pattern in patterns:
         is_list = pattern.endswith(".*")

@@ -49,7 +49,7 @@ def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
     Args:
         to: Length after padding, so that all batches have one shape. Or ascending lengths such as `[64, 128, 256]`: each batch
             gets the smallest length that fits, so that batches have few shapes. By default, the length of the longest tensor in
-            the batch. A tensor that is longer than all these lengths raises BatchError.
+            the batch. Reading a tensor that is longer than all these lengths raises BatchError.
         value: Number that fills the padding of each tensor; texts and dates are filled with zero bytes.
 
     Raises:
@@ -77,7 +77,7 @@ class Collate:
         return replace(self, prefix=self.prefix + prefix) if prefix else self
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise BatchError if a name or pattern matches no tensor."""
+        """Raise BatchError if a name, or a pattern other than `*`, matches no tensor."""
         for option, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
             for pattern in wanted if isinstance(wanted, Mapping) else ():
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
@@ -88,7 +88,7 @@ class Collate:
         return [self._way(self.prefix + name) for name in names]
 
     def fixes(self, name: str) -> bool:
-        """Return whether every batch has a tensor of this name, because it is padded or listed, even if all samples lack it."""
+        """Return whether the tensor is padded or listed: every batch then has it, even if all samples lack it."""
         return self._way(self.prefix + name) not in ("stack", "auto")
 
     def _way(self, name: str) -> str | Pad:
@@ -108,7 +108,7 @@ def _find(values: Mapping[str, Any], name: str, default: Any) -> Any:
 def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: Sequence[str] = ()) -> Any:
     """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
 
-    `more` contains names of tensors that are in the batches, but in no cache.
+    `more` contains names of tensors that are in the batches, but in no cache. See `as_collate` and `check_names` for errors.
     """
     if callable(collate):
         return collate

@@ -56,7 +56,7 @@ class ValueDescription:
     Attributes:
         name: Path of the value in the samples, like the name of a tensor: `cond.0.1.prompt`.
         types: Number of examined samples of each type. Types are in words: `"str"`, `"tuple of 2 int"`, `"list of 3..7 str"`.
-        example: Value in the first examined sample where it is neither None nor empty, or else in the last examined sample.
+        example: First value that is neither None nor empty, or else the last value, in the examined samples.
         num_samples: Number of examined samples that have the value.
     """
 
@@ -139,7 +139,7 @@ def _limit_lines(lines: Iterable[str], count: int) -> Iterator[str]:
 
 
 def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
-    """Return a value as Python writes it, in about `limit` characters."""
+    """Return a text like the repr of a value, in about `limit` characters."""
     # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than the container.
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:limit]) + "…" * (len(value) > limit)

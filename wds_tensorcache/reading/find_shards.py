@@ -50,10 +50,10 @@ def find_shards(
         copies: True if the caller makes a new cache of the shards. Left-out shards then raise FormatError instead of a warning.
 
     Raises:
-        FileNotFoundError: The file or object does not exist, or the folder has no shard. Or a remote folder has no manifest,
-            and the server cannot list it.
-        FormatError: A manifest is damaged, or lists a shard that is not in its folder.
-        RemoteError: A request failed.
+        FileNotFoundError: A file or object does not exist, or a list, folder or manifest has no shard. Or a remote folder
+            has no manifest, and the server cannot list it.
+        FormatError: A manifest is damaged or stale, or lists a shard twice, or a shard that is not in its folder.
+        RemoteError, ImportError: A request failed; or a url needs a package that is not installed.
         TypeError, ValueError: The source is not valid.
 
     Cost: one request for each manifest or listing at a url; no request for the url of a shard.
@@ -77,7 +77,7 @@ def find_shards(
 
 
 def iterate_texts(source: Any) -> Iterator[str]:
-    """Yield the paths and patterns in nested lists; raise TypeError for anything else."""
+    """Yield the paths, urls and patterns in nested lists; raise TypeError for anything else."""
     if isinstance(source, (str, os.PathLike)):
         yield os.fspath(source)
         return
@@ -286,7 +286,7 @@ def existing_folder(pattern: str) -> str:
 
 
 def _read_listed(path: str) -> list[FoundShard] | None:
-    """Return the shards that a manifest lists; None if it does not exist. Unlisted shards are unfinished, and so left out."""
+    """Return the shards that a manifest lists; None if it does not exist. Unlisted shards may be unfinished."""
     try:
         entries, extra = read_manifest(path)
     except FileNotFoundError:

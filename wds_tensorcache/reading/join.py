@@ -55,14 +55,15 @@ def join(
         caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and samples with the same key are merged
             into one dict. With a dict, a joined sample maps each cache's name to that cache's sample. The first cache
             determines the keys, indices and order of the joined samples.
-        how: `"exact"` requires the same keys in all caches. `"inner"` keeps the samples whose keys are in all caches.
+        how: `"exact"` requires the same keys in all caches, or with `keys`, a match for each key. `"inner"` keeps the samples
+            that all caches have.
         keys: For each cache after the first whose keys differ, a function or mapping, by the cache's name or its position in
             the list. It maps a key of the first cache to a key of that cache, or to None if there is no match. Many samples may
             map to one key, so that a repeated caption is stored once: `keys={"text": caption_of.get}`.
 
     Raises:
         KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some of these keys. Or a key occurs
-            twice in a cache other than the first.
+            twice in a cache whose keys differ from the first cache's keys.
         TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
         ValueError: There are no caches, `how` is unknown, or `keys` names the first cache, or a cache that does not exist.
         BatchError: The first samples of a list of caches are not dicts, or have names in common.

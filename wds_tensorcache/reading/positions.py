@@ -42,7 +42,7 @@ def as_array(positions: Positions) -> Array:
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
     """Yield `(shard, indices into positions, rows)` for each shard that contains some of the positions, in shard order.
 
-    A row is the number of a sample among the samples of its shard that have the cache. Cost: an array of positions is sorted
+    A row is the index of a sample among the samples of its shard that have the cache. Cost: an array of positions is sorted
     once, not searched for each shard.
     """
     if isinstance(positions, range):
@@ -130,7 +130,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` numbers of `range(count)`, at equal distances, from 0 on."""
+    """Return at most `most` numbers of `range(count)`, at about equal distances, from 0 on."""
     most = min(count, most)
     return [count * number // most for number in range(most)]
 

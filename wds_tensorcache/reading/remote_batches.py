@@ -22,7 +22,7 @@ _Extent = tuple[int, int, int]  # shard number, and the range of bytes `[begin, 
 def fetch(
     extents: Mapping[int, tuple[File, int, int]], ranges: Iterable[tuple[File, int, list[Any]]] = ()
 ) -> dict[int, bytes]:
-    """Read ranges of remote shards straight into memory, and return the bytes of extents, by their numbers.
+    """Read ranges of remote shards straight into memory, and return the bytes of each extent, by its key.
 
     An extent is a file and the bytes `[begin, end)`. A range is a file, the offset of the first byte, and 1-D byte buffers,
     which are filled in order.

@@ -102,7 +102,6 @@ class _Forms:
         return self._known[key][1]
 
     def shapes(self, shard: Shard, row: int) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor of a sample, by name."""
         references = self.references(shard, row)
         return {
             name: tensor.shape[: len(references[name].shape)] if name in references else tensor.shape

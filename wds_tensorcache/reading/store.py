@@ -113,7 +113,7 @@ class Store:
             self._unloaded.difference_update(wanted)
 
     def find_names(self, numbers: Iterable[int] | None = None) -> bool:
-        """Find additional names that old indexes lack, by default in all shards; return whether there are such names.
+        """Find additional names that old indexes lack, by default in all shards; return whether this call adds names.
 
         Shards with such names get new indexes. Cost: one skeleton of each form; if it has additional names, all skeletons of
         the shard. A shard is examined only once.
@@ -135,7 +135,7 @@ class Store:
         return has_new_names
 
     def locate(self, position: int) -> tuple[Shard, int]:
-        """Return the shard of the sample at `position`, and its row: its number among the shard's samples with this cache."""
+        """Return the shard of the sample at `position`, and its row: its index among the shard's samples with this cache."""
         if len(self.shards) == 1:
             return self.shards[0], position
         number = self.shard_number(position)
@@ -163,7 +163,7 @@ class Store:
         return self._table.find(key)
 
     def all_keys(self) -> tuple[Array, Array] | None:
-        """Return the bytes and the lengths of all keys; None if some samples of the shards lack the cache."""
+        """Return the bytes and the lengths of all keys; None without shards, or if some of their samples lack the cache."""
         self.load_indexes()
         if not self.shards or any(shard.columns.rows is not None for shard in self.shards):
             return None

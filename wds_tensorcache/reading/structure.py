@@ -126,7 +126,7 @@ def _key_of(part: str) -> str:
 def value_at(sample: Any, path: Path) -> Any:
     """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample.
 
-    Return None for a tensor, and if the sample lacks the container of the value, or the container is too short.
+    Return None for a tensor, and for a path that the sample lacks.
     """
     for step in path:
         if type(sample) in DICTS:
@@ -145,6 +145,7 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     Raises:
         BatchError: The structures of two samples differ.
         KeyError: `tensors` has a name that is not a tensor of any sample.
+        ValueError: `samples` is empty.
     """
     samples = [separate(sample)[0] for sample in samples]
     names = [names_of(sample) for sample in samples]

@@ -81,7 +81,7 @@ class Transfer:
 
 
 def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy `host` to `device`, as part of the transfer whose `with` block contains the call.
+    """Copy `host` to a GPU as part of the transfer whose `with` block contains the call, or to any other `device`.
 
     Without a transfer to this device, the current stream of a GPU waits for the copy.
     """

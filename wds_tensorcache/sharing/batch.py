@@ -100,7 +100,7 @@ class _BatchAsFile:
         self._parsed, self._bits = parsed, bits
 
     def address(self) -> int:
-        """Return 0, since the members of a batch are in several places, so that they must be read."""
+        """Return 0: the members of a batch have no common address, so they must be read."""
         return 0
 
     def is_resident(self, begin: int) -> bool:

@@ -54,9 +54,9 @@ class SharedDataset(Cache[Any]):
     """A map-style dataset whose samples are loaded once, then shared by all processes of this machine.
 
     The first access to a sample, by any process, loads it from `dataset` and encodes it into shared memory. Every later access
-    returns the sample from there, with lazy tensors and without a lock. The memory is freed when the last process that holds it
-    is gone, even if that process was killed. A SharedDataset is a `Cache`, with batches and views, and `tc.Loader` takes it.
-    The key of a sample is its index in `dataset` as a string.
+    returns the sample from there, with lazy tensors and without a lock. Unless `persistent`, the memory is freed when the last
+    process that holds it is gone, even if that process was killed. A SharedDataset is a `Cache`, with batches and views, and
+    `tc.Loader` takes it. The key of a sample is its index in `dataset` as a string.
 
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
@@ -75,11 +75,13 @@ class SharedDataset(Cache[Any]):
             torchvision; each access copies all tensors of the sample. Batches and views work the same.
 
     Raises:
-        InvalidKeyError: `name` is empty or too long, or has other characters than letters, digits and `" .=+@_-"`.
+        InvalidKeyError: `name` is empty or too long, has other characters than letters, digits and `" .=+@_-"`, begins with one
+            of `" .=+@"`, or contains `".."`.
         StaleCacheError: The name is in use for a dataset with another fingerprint; the message contains both.
         PermissionError: The files in `directory` belong to another user, or other users can access them.
         FormatError: The files are damaged. Access to a damaged sample raises it, too.
-        OSError: `directory` does not exist, or the file system is full. Access to a sample that does not fit raises it, too.
+        OSError: `directory` does not exist, the file system is full, or another process holds its lock for a minute. Access to
+            a sample that does not fit raises it, too.
         NotImplementedError: The system is not Linux.
         TypeError, ValueError: The dataset is not map-style, or an option has a wrong type or value.
 
@@ -179,7 +181,7 @@ class SharedDataset(Cache[Any]):
     def schema(self) -> dict[str, TensorSchema]:
         """Properties of each tensor by name, in the samples that are in shared memory, or else in the first sample.
 
-        Cost: parses each of these samples.
+        Cost: parses each of these samples; loads the first sample if none is in shared memory.
         """
         present = self._find_present()
         return self._schema_of(present if len(present) else self._indices[:1])

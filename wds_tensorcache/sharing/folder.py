@@ -101,7 +101,6 @@ class SharedFolder:
         _FOLDERS.add(self)
 
     def path_of(self, name: str) -> str:
-        """Return the path of a file in the folder."""
         return os.path.join(self.path, name)
 
     def hold_again(self) -> None:
@@ -294,7 +293,7 @@ def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
 
 
 def _digest(indices: Any) -> str | None:
-    """Return the digest of a sequence of ints, a tensor or an array; None for any other object."""
+    """Return the digest of a sequence, a tensor or an array of ints; None for any other object."""
     with contextlib.suppress(Exception):  # anything may be in the place of indices
         numbers = np.asarray(indices)
         if numbers.dtype.kind in "iu":

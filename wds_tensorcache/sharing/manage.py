@@ -70,11 +70,12 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
         directory: As in SharedDataset.
 
     Raises:
-        FileNotFoundError: No shared memory has this name; the message lists the names that exist.
+        FileNotFoundError: No shared memory has this name, and the message lists the names; or `directory` does not exist.
         InvalidKeyError: The name is not allowed.
         BlockingIOError: Processes hold the shared memory, and the message lists their ids.
+        FileExistsError: Another process opens or clears shared memory, and has not ended that after a minute.
         IsADirectoryError: Another program has made a folder in the folder of the shared memory.
-        NotImplementedError: The system is not Linux.
+        NotImplementedError, PermissionError: As for `shared_list`.
     """
     base = base_folder(directory)
     path = named_folder(base, name)

@@ -25,7 +25,7 @@ def remove_if_abandoned(folder: str, *, even_persistent: bool = False) -> bool:
     """Remove a folder that no process holds, unless it is persistent. The caller has locked the parent folder.
 
     Returns:
-        False if a process holds the folder.
+        False if a process holds the folder, else True, even if the folder is persistent and stays.
 
     Raises:
         IsADirectoryError: The folder contains another folder; nothing is removed.
@@ -127,7 +127,7 @@ def _was_made_anew(fd: int, path: str) -> bool:
 
 
 def _reap(folder: str) -> None:
-    """Wait until no process holds a folder, and remove it."""
+    """Wait until no process holds a folder, then remove it unless it is persistent."""
     os.chdir("/")
     os.read(0, 1)  # until the process that started the reaper holds the folder, or is gone
     holders, fd = os.path.join(folder, HOLDERS), -1

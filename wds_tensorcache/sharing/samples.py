@@ -139,12 +139,12 @@ class Samples:
             self.folder.leave()
 
     def get(self, index: int) -> Any:
-        """Return a sample, with lazy tensors."""
+        """Return a sample with lazy tensors, or as the dataset returned it if it cannot be encoded."""
         parsed = self._find(index)
         return self.get_many([index])[0] if parsed is None else parsed.build(self.allow)
 
     def get_many(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples, with lazy tensors; first load samples that no other thread or process is loading."""
+        """Return samples as `get` does; first load samples that no other thread or process is loading."""
         return [loaded.build(self.allow) for loaded in self._load_many(indices)]
 
     def get_parsed(self, indices: Sequence[int]) -> list[ParsedSample]:
@@ -195,7 +195,7 @@ class Samples:
             self._hits = self._misses = self._passed = 0
 
     def _find(self, index: int) -> ParsedSample | None:
-        """Return a sample; None if it is not in shared memory."""
+        """Return a sample and count a hit; None if it is not in shared memory."""
         self._enter()
         parsed = self._kept.get(index)
         if parsed is None:

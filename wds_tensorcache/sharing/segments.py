@@ -45,7 +45,7 @@ Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the `.sa
 
 
 class Full(Exception):
-    """A sample for which there is no room within `max_nbytes`."""
+    """A signal that there is no room for a sample in the shared memory."""
 
 
 class SegmentSource(MemorySource):

@@ -58,6 +58,7 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
 
     Raises:
         ValueError: `bounds` is empty, negative or not ascending.
+        TypeError: A bound is not an integer.
     """
     lengths = tuple(as_int("bounds", bound) for bound in (bounds if isinstance(bounds, Iterable) else ()))
     if not lengths or lengths[0] < 0 or any(a >= b for a, b in pairwise(lengths)):
@@ -87,7 +88,7 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
 
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
-    """Return the length of each run of successive samples in one shard, among `members`; None stands for all samples."""
+    """Return the length of each run of `members` in one shard, by default of all samples; samples in memory are one run."""
     while isinstance(cache, JoinedCache):  # joined caches have the order of the first cache
         cache = cache._caches[0]
     if not isinstance(cache, TensorCache):  # in memory: every order takes the same time

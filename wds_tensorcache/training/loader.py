@@ -49,7 +49,7 @@ class Read(NamedTuple):
         step: Step of the batch.
         after: Position after the step.
         batch: A list with the batch, from which the loop takes it, so that nothing else keeps its memory.
-        is_padding: Mask of the padding on the loader's device; None for the CPU.
+        is_padding: Mask of the padding on the loader's device; if None, `StepReader.info` makes it on the CPU.
         edits: Transforms that have changed shapes.
         timing: Times of the batch's stages; None if they are unknown.
         transfer: Copies of the batch to a GPU; the thread that iterates must call `hand_over`.
@@ -89,12 +89,12 @@ class BaseLoader(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch."""
+        """The epoch of the next batch, unless the iteration is abandoned: a new iteration may begin the next epoch."""
         return self._sampler.epoch
 
     @property
     def num_batches_left(self) -> int:
-        """Number of batches from the next batch to the end of its epoch, equal on all ranks.
+        """Number of batches from the next batch to the end of `epoch`, equal on all ranks.
 
         After the last batch of an epoch, it is the number of batches of the next epoch. After loading a state that was saved
         with another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's
@@ -108,19 +108,19 @@ class BaseLoader(ABC):
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
-        """Return the waiting times of training and of the loader, and the times and bytes of the stages."""
+        """Return the waiting times of training and of ready batches, the time of each stage, and the bytes of the batches."""
         return replace(self._stats)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch; see `StepSampler.set_epoch`.
 
         The call ends the current iteration, unless it is at the beginning of that epoch. An iteration from which no batch was
-        requested yet begins that epoch.
+        requested yet begins that epoch. With `on_early_exit="continue"`, the call has no effect after the first batch.
         """
         self._sampler.set_epoch(epoch)
 
     def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:
-        """Return an iterable of pairs `(batch, BatchInfo)`; each iteration over it is an epoch."""
+        """Return an iterable of pairs `(batch, BatchInfo)`, for a loop in place of a loop over the loader itself."""
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -136,7 +136,7 @@ class BaseLoader(ABC):
         return self._iterate(iteration, os.getpid(), with_info=with_info)
 
     def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
-        """Yield the remaining batches of an epoch. Any thread may close the iteration, even while another thread waits here."""
+        """Yield the batches of a loop. Any thread may close the iteration, even while another thread waits here."""
         # the epoch begins when the first batch is requested, because Lightning calls `set_epoch` after `iter`
         sampler, given_at, num_moves = self._sampler, None, -1
         reads: Generator[Read, None, None] | None = None
@@ -181,14 +181,14 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        """Yield the batches from the sampler's position to the end of its epoch; update `_scheduled`."""
+        """Yield the batches from the sampler's position to the end of the loop; update `_scheduled`."""
 
     def set_weights(self, weights: Any) -> int:
         """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
 
         `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with weights of samples.
 
-        In an iteration, `prefetch_batches` steps of the same epoch are scheduled after the last batch returned. By default, 32
+        In an iteration, `prefetch_batches` steps of the same loop are scheduled after the last batch returned. By default, 32
         steps are scheduled if shards are at urls, however many batches are read ahead. Without threads, no step is scheduled.
         So ranks that change the weights at the same step also use the new weights from the same step on. A state contains the
         weights at the time of `state_dict`. So a run that resumes before the first step with new weights uses them at once.
@@ -224,7 +224,7 @@ class BaseLoader(ABC):
         The loader takes over the state's weights; call `set_weights` afterwards to change them.
 
         Raises:
-            ValueError: The state is damaged, or belongs to a loader with other samples, seed, shuffle or mix.
+            ValueError: The state is damaged, or belongs to a loader with other samples or options, such as seed or mix.
         """
         plan = self._sampler._plan
         # a larger step may not fit into the rest of the epoch
@@ -276,16 +276,20 @@ class Loader(BaseLoader):
         steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
 
     Raises:
-        ValueError: Arguments are mutually exclusive, or out of range.
+        ValueError, KeyError: As for `StepSampler`; or `collate` or `on_early_exit` is unknown, or a number is out of range.
+        TypeError: A number is not an integer, a transform is not a function, or an option is unknown.
         BatchError: A name or pattern in `collate`, `pad_value` or `choose` matches no tensor.
-        RuntimeError (when a batch is requested): A transform failed; the message names the step.
+
+    Raises (when a batch is requested):
+        RuntimeError: A transform failed, and the message names the step; or another iteration has begun.
+        And the errors of `read_batch`.
 
     Memory: `prefetch_batches + 1` batches, besides the batches that the caller keeps. On a GPU, a batch keeps its memory until
         the work that was queued on it has ended. If the CPU runs several steps ahead of the GPU, as many more batches are in
         memory.
-    Threads/fork/pickle: one thread iterates, and any thread may call `close`, but only in the process that made the loader.
-        Abandoning an iteration, or calling `close`, ends its threads; the next iteration begins as `on_early_exit` says. A
-        forked child begins its own iterations.
+    Threads/fork/pickle: one thread iterates, and any thread may call `close`. Abandoning an iteration, or calling `close`,
+        ends its threads; the next iteration begins as `on_early_exit` says. A forked child cannot continue its parent's
+        iteration, but may begin one. A loader cannot be pickled.
     """
 
     batch_sampler = None  # Lightning asks for it
@@ -397,7 +401,7 @@ class Loader(BaseLoader):
         return self._sampler
 
     def pause(self) -> None:
-        """Pause the threads until the next batch is requested, after waiting until they have read all batches ahead.
+        """Wait until the threads have read all batches ahead. They then do nothing until the next batch is requested.
 
         Call this before work that other threads would disturb, for example the capture of a CUDA graph.
         """

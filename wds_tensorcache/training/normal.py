@@ -32,7 +32,7 @@ _CHUNK = 1 << 16
 def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.Tensor:
     """Return standard normal numbers, float32 `[B, *shape]`, on the device of `seeds`; row `i` depends only on `seeds[i]`.
 
-    The largest magnitude is 6.3. The quantiles of the distribution are exact up to 1e-5.
+    The largest magnitude is 6.23. The quantiles of the distribution are exact up to 1e-5.
 
     Args:
         seeds: Seeds, int64 `[B]`.

@@ -45,7 +45,7 @@ class StepOptions(TypedDict, total=False):
 
 
 def split_mix(mix: Any) -> tuple[list[Any], dict[str, Any] | None]:
-    """Return the caches of a `mix=` argument, and their weights by name; None if the caches have no weights."""
+    """Return the caches of `mix=`, and their weights by name or None; raise ValueError if `mix` has another form."""
     values = list(mix.values()) if isinstance(mix, Mapping) else []
     if values and all(isinstance(value, Cache) for value in values):
         return values, None
@@ -57,7 +57,7 @@ def split_mix(mix: Any) -> tuple[list[Any], dict[str, Any] | None]:
 
 
 def by_source(option: str, values: Any, mix: Mapping[str, Any] | None) -> dict[int, Any]:
-    """Return the values of an option by cache index. With `mix`, the option is a dict with names of caches as keys."""
+    """Return the values of an option by cache index. With `mix`, raise ValueError unless it is a dict by names of caches."""
     if values is None or mix is None:
         return {} if values is None else {0: values}
     if not isinstance(values, Mapping) or not set(values) <= set(mix):
@@ -66,7 +66,7 @@ def by_source(option: str, values: Any, mix: Mapping[str, Any] | None) -> dict[i
 
 
 def check_repeats(repeats: Any) -> int:
-    """Return the number of passes over a cache in an epoch; raise ValueError if it is out of range."""
+    """Return the number of passes over a cache in an epoch; raise TypeError or ValueError if it is not an int in range."""
     passes = as_int("repeats", repeats)
     if not 1 <= passes <= _MAX_REPEATS:
         raise ValueError(f"repeats={passes}, expected at least 1, and at most {_MAX_REPEATS:,}")

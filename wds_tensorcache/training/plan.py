@@ -78,8 +78,8 @@ class RowCounts:
         num_padding: Number of rows that `info.is_padding` marks, with `last_batch="short"` or `"pad"`.
         num_repeated: Number of rows that `last_batch="wrap"` fills with samples of the same epoch.
         num_dropped: Number of samples that `last_batch="drop"` leaves out.
-        sources: The same counts for each bucket, or each cache of `mix`, by `info.source`. Empty with weights, where steps
-            are drawn at random.
+        sources: The same counts for each bucket, or each cache of `mix`, by `info.source`. Empty if there is only one, and
+            with weights, where steps are drawn at random.
     """
 
     num_samples: int
@@ -246,7 +246,7 @@ class Plan:
         return not any(self.remaining(at))
 
     def remaining(self, at: Position) -> list[int]:
-        """Return the number of samples that remain in each stream, without dropped samples; with weights, only their sum."""
+        """Return how many samples remain in each stream, 0 if they would be dropped; with weights, only their sum."""
         least = self.step_size if self.last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]
@@ -299,7 +299,7 @@ class Plan:
         return numbers[self._draw_stream(missing, 1, at.step)]
 
     def _draw_stream(self, weights: Sequence[float] | Array, epoch: int, position: int) -> int:
-        """Return the number of a stream, drawn in proportion to the weights."""
+        """Return an index of `weights`, drawn in proportion to them."""
         if len(weights) == 1:
             return 0
         return int(draw(cumulate(np.array(weights, np.float64)), self._draws_seed, epoch, np.array([position])).item())

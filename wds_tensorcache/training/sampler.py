@@ -49,7 +49,7 @@ class StepSampler(DistributedSampler[Step]):
         seed: Seed of all random choices; the same on all ranks.
         rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come from
             torch.distributed, even if a trainer initializes it after the sampler is made but before the first iteration.
-            Without torch.distributed, they come from torchrun's environment.
+            Without torch.distributed, they come from torchrun's environment, or else are 0 and 1.
         group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
             pipeline parallelism, where the global rank is not the data-parallel rank.
         last_batch: Treatment of an epoch's last step if samples do not fill it. With `bucket_by` or `mix`, it applies to the
@@ -72,7 +72,8 @@ class StepSampler(DistributedSampler[Step]):
         window: Number of samples to shuffle together with `shuffle="blocks"`.
 
     Raises:
-        ValueError: Arguments are mutually exclusive, or out of range.
+        ValueError: Arguments are mutually exclusive or out of range; or a cache is empty or not a `Cache`.
+        TypeError: A number is not an integer.
         KeyError: `bucket_by` names no tensor, or a sample lacks the tensor.
 
     Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, about 16 with `weights`, and
@@ -218,7 +219,7 @@ class StepSampler(DistributedSampler[Step]):
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
-        """The epoch of the next step."""
+        """The epoch of the next step, unless the iteration is abandoned: a new iteration begins the next epoch."""
         return self._position.epoch
 
     def count_rows(self) -> RowCounts:
@@ -239,13 +240,13 @@ class StepSampler(DistributedSampler[Step]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, `set_epoch`
-        warns. If the sampler is at the beginning of that epoch, nothing changes. If samples of an earlier epoch are left out,
-        `set_epoch` warns once. In a loader with `on_early_exit="continue"`, it has no effect after the first batch, because
-        trainers call it for each loop.
+        With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, and `epoch` is
+        not 0, `set_epoch` warns. If the sampler is at the beginning of that epoch, nothing changes. Without weights, it warns
+        once if samples of an earlier epoch are left out. In a loader with `on_early_exit="continue"`, it has no effect after
+        the first batch, because trainers call it for each loop.
 
         Raises:
-            ValueError: `epoch` is out of range.
+            TypeError, ValueError: `epoch` is not an integer, or is out of range.
             RuntimeError: Lightning resumes at another batch than this sampler.
         """
         epoch = as_int("epoch", epoch)
@@ -280,7 +281,7 @@ class StepSampler(DistributedSampler[Step]):
             )
 
     def _check_counters(self, loop: Any) -> None:
-        """Raise RuntimeError if Lightning resumes in the middle of an epoch, at another batch than this sampler."""
+        """Raise RuntimeError if Lightning resumes in the middle of an epoch, but this sampler has another or no state."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
         number, used = batches.current.ready, self._plan.num_steps() - self._plan.num_steps(self._position)
         # a checkpoint saved in a hook of an epoch's last batch resumes in this epoch, if a new batch size gives it more batches
@@ -383,7 +384,7 @@ class _StepIterator(Iterator[Step]):
         return step
 
     def _leave(self) -> None:
-        """Make the sampler's next iteration begin the next epoch."""
+        """Make the sampler's next iteration begin the next epoch, except in a TorchLoader, which moves the sampler itself."""
         if self._scheduled is None and self._at is not None:
             self._sampler._move(self._sampler._plan.next_epoch(self._at), is_elsewhere=True)
             self._sampler._requested_epoch = None
@@ -404,7 +405,7 @@ class _StepIterator(Iterator[Step]):
         return self._sampler._plan.state(self._sampler._beginning() if self._at is None else self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a state."""
+        """Continue after the last step of a state, or in the epoch that `set_epoch` requested; see `Plan.load` for errors."""
         sampler, plan = self._sampler, self._sampler._plan
         self._at = position = plan.load(state)
         requested = sampler._requested_epoch

@@ -30,7 +30,7 @@ class LoaderStats:
     Attributes:
         num_batches: Number of batches.
         nbytes: Bytes of the batches' tensors in memory, with padding.
-        total_s: Time from the request of each epoch's first batch until its last batch was returned.
+        total_s: Time from the request of each loop's first batch until its last batch was returned.
         training_waited_s: The part of `total_s` in which training waited for a batch. With worker processes, it includes
             their start.
         data_waited_s: The part of `total_s` in which training computed while its next batch was ready.
@@ -64,7 +64,7 @@ class LoaderStats:
         return f"{text}; training waited {self.training_waited_s:.1f} s for data{waited}"
 
     def _count(self, asked_at: float, given_before: float | None, timing: Timing | None) -> float:
-        """Count a batch that training requested at `asked_at`, after the last batch at `given_before`; return the time."""
+        """Count a batch that training requested at `asked_at`, after it got the last at `given_before`; return the time now."""
         now = perf_counter()
         begin = asked_at if given_before is None else given_before
         self.num_batches += 1

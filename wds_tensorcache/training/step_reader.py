@@ -37,11 +37,10 @@ class StepReader:
 
     @property
     def chosen_names(self) -> list[str]:
-        """Names of the chosen tensors in the batches."""
         return [] if self.alternatives is None else self.alternatives.names
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns with which `Cache.select` keeps the stored tensors needed to make the batch tensors `names`."""
+        """Return patterns for `Cache.select` that match all stored tensors needed for the batch tensors `names`."""
         return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
 
     def schema(self) -> dict[str, TensorSchema]:
@@ -101,7 +100,7 @@ def _stopped(step: Step) -> RuntimeError:
 
 
 def as_transforms(transform: Any) -> tuple[Transform, ...]:
-    """Return the functions in the argument `transform=`, in order."""
+    """Return the functions in the argument `transform=`, in order; raise TypeError if one is not a function."""
     if transform is None:
         return ()
     transforms = (transform,) if callable(transform) or not isinstance(transform, Sequence) else tuple(transform)

@@ -44,9 +44,9 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such value.
         TypeError: A text is a numpy array; store it as a tensor.
-        ValueError: A replacement does not have the shape of a row.
+        ValueError: A replacement does not have the shape of a row; or the batch has a value named `mark` already.
 
-    Memory: overwrites the rows of stacked tensors in the batch's own memory. Lists are replaced by new lists.
+    Memory: overwrites the rows of stacked or padded tensors in the batch's own memory. Lists are replaced by new lists.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}, expected a probability in [0, 1]")
@@ -73,7 +73,7 @@ class DropText:
         return DropText, (self.p, self.value, self.mark)
 
     def __call__(self, batch: Any, info: BatchInfo) -> Any:
-        """Return the batch with some rows' texts replaced."""
+        """Replace the texts of some rows of a batch, and return the batch."""
         is_dropped = self._is_dropped(info)
         rows: list[int] = is_dropped.nonzero()[0].tolist()
         for name in self.value:
@@ -185,8 +185,8 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such tensor.
         TypeError: The value is not a tensor of floating-point numbers.
-        ValueError: The number of channels is odd, or the shapes of means and deviations differ; or a row has means, but no
-            deviations.
+        ValueError: The number of channels is odd, or the shapes of means and deviations differ. A row has means, but no
+            deviations. Or the batch has a value named `to` already.
 
     Memory: computes in float32; the latent has the dtype of the means and new memory.
     """
@@ -207,7 +207,7 @@ class SampleMoments:
     logvar: bool
 
     def __call__(self, batch: Any, info: BatchInfo) -> Any:
-        """Return the batch with a latent in place of the moments."""
+        """Put a latent in place of the moments of a batch, and return the batch."""
         target, key = _locate(batch, self.mean)
         means, stds = target[key], None
         if self.std is not None:

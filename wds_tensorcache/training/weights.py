@@ -42,7 +42,6 @@ class Weights:
     def __init__(
         self, names: Sequence[str], caches: Any, samples: Mapping[int, Any], streams: Sequence[Any], seed: int
     ) -> None:
-        """Make weights of the caches `names` of a mix, and of the samples in some caches."""
         self._names, self._streams = list(names), streams
         self._seeds = [stream_seed(seed, "draws", number) for number in range(len(streams))]
         self.caches = None if caches is None else self._cache_weights(caches)
@@ -128,7 +127,7 @@ class Weights:
 
 
 def cumulate(weights: Array) -> Array:
-    """Return the cumulative sums of weights, for `draw`."""
+    """Return the cumulative sums of weights, relative to the largest weight, for `draw`."""
     sums: Array = np.cumsum(weights / (weights.max() or 1))  # dividing by the maximum prevents an infinite sum
     return sums
 

@@ -119,15 +119,18 @@ def build(
         StaleCacheError: `out` or `reuse` has a different fingerprint. Or items have changed, moved or been removed, or are in
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
         FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
-        FileNotFoundError: There is no cache to reuse, or `out` contains files but no cache.
+        FileNotFoundError: There is no cache to reuse; or with `reuse`, `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text. Or a member of an item
             has a name that the cache needs.
-        ValueError: `fn` returned fewer or more samples than items, or None for an item. Two items have the same key, or the
-            source is empty. `out` contains shards with other names. `reuse` is the same folder as `out`, or has named caches or
-            samples without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different
-            items or batch sizes. Or several ranks have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, JSON cannot represent the fingerprint, a digest is not a str, or a worker
-            process cannot send an item.
+        ValueError: Arguments are invalid or exclude each other. `fn` returned fewer or more samples than items, None for an
+            item, or with `check`, NaN or infinity. Two items have the same key, or the source is empty. `out` contains shards
+            with other names. `reuse` is the same folder as `out`, or has named caches or samples without a cache. A list of
+            paths names shards that have a cache. Two ranks have the same key, different items or batch sizes. Or several ranks
+            have `footer=False` or the path of a single shard.
+        TypeError: The source is not a dataset, an option is unknown, JSON cannot represent the fingerprint, a digest is not a
+            str, or a worker process cannot send an item.
+        EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
+        ImportError: A url, or `progress=True`, needs a package that is not installed.
         FormatError: A finished or reused shard is damaged, or was changed during the call.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 
@@ -208,7 +211,7 @@ def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:
 
 
 def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -> OldCache:
-    """Load a cache to reuse; raise an error if its fingerprint or the caches of its samples do not fit."""
+    """Load a cache to reuse; raise StaleCacheError or ValueError if its fingerprint or caches do not fit."""
     old = OldCache(folder)
     for path, index in old.shards.indexes.items():
         try:
@@ -279,7 +282,7 @@ def _missing(
     failures: Failures,
     is_complete: bool = False,
 ) -> Iterator[list[Target]]:
-    """Yield batches up to the first changed item; at the end, raise StaleCacheError if an item has changed."""
+    """Yield batches up to the first changed item; raise StaleCacheError for it at the end, FormatError for a lost cache."""
     # With `is_complete`, a sample without an item and an item without a sample are errors, too. `seen` gets all keys.
     items = job.items
     comparison = Comparison(items, finished, folder)

@@ -160,7 +160,7 @@ def compute(
 
 
 def _members_of(item: Item) -> dict[str, Any]:
-    """Return the members of an item's sample besides its cache."""
+    """Return the members of an item's sample outside its cache; raise ValueError if two of them are `digest.txt`."""
     if item.digest is None:
         return {**item.members}
     if DIGEST in item.members:
@@ -207,7 +207,7 @@ class _TensorKinds:
             self._kinds = dict(_kinds_of(form, texts)) | self._kinds
 
     def check(self, sample: PackedSample) -> None:
-        """Warn once for each tensor whose dtype or number of dimensions differs from all earlier samples."""
+        """Warn once for each tensor whose dtype or number of dimensions differs from the first such tensor."""
         for cache in sample.caches:
             form = cache.layout.form, cache.references
             for name, kind in _kinds_of(*form) if form != self._last else ():

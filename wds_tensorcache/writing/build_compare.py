@@ -41,7 +41,8 @@ class Comparison:
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
         """Return the place, among `places`, of the sample that was made from an item; None if there is none.
 
-        Digests are compared if both are known. Otherwise, the first place is returned.
+        For an item with a `digest`, only a sample with an equal `digest.txt` is right. Other digests are compared if both are
+        known. If nothing can be compared, the first place is returned. Items that have changed or cannot be read are recorded.
         """
         items = self._items
         if item.failure is not None and places and (items.has_digests or items.compares):
@@ -81,7 +82,7 @@ class Comparison:
         return bool(self.changed)
 
     def check(self, after: int | None = None) -> None:
-        """Compare items that this rank has not compared yet, then warn once if some items cannot be compared.
+        """Compare items that this rank has not compared yet, then warn of items that cannot be compared or read.
 
         Args:
             after: Number of the last item that was compared; None at the end of the source.

@@ -76,7 +76,7 @@ class Failures:
         name: Name of the rank's file.
         earlier: Failures of this rank's items in earlier calls, on any ranks, by item number.
         new: Failures of this call by item number.
-        reached: Number of the last item that this call has tried. Items are tried in the order of their numbers.
+        reached: Number of the last item that this call has tried, at first -1. Items are tried in the order of their numbers.
 
     Threads: any thread may call `add`.
     """

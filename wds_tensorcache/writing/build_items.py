@@ -39,10 +39,10 @@ NUM_COMPARED = 64
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of a dataset; `value` and `digest` are None if the item was not read, because its sample is finished.
+    """One item of a dataset; `value` and `digest` are None if the item was not read, or could not be read.
 
     `origin` is the result of `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
-    `failure` describes the error of an item that could not be read. Its key is `""` if it depends on the item.
+    `failure` describes the error of an item that could not be read. The `key` is then `""` if it depends on the item's value.
     `members` are written beside the cache, by extension.
     """
 
@@ -183,7 +183,7 @@ class Items(Dataset[Item]):
 
     # Hazard: torch waits for ever for a batch that its queue cannot pickle. So workers pickle each item themselves.
     def _send(self, number: int) -> Item | tuple[int, str, bytes]:
-        """Return an item as number, key and pickle."""
+        """Return an item as number, key and pickle, or an item with the failure to pickle it."""
         item = self[number]
         try:
             return number, item.key, bytes(ForkingPickler.dumps(item))
@@ -254,7 +254,7 @@ class Items(Dataset[Item]):
             return self._failed(number, exc)
 
     def read_again(self, item: Item) -> Item:
-        """Return an item of a map-style dataset with a new value, since a function may have changed the value in place."""
+        """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place."""
         value = self._items[item.number] if self.is_map else item.value
         if item.origin and item.origin != digest_item(value) == digest_item(item.value):
             fault = f"fn changed item {item.number} in place, so it cannot be tried again as it was"

@@ -130,7 +130,7 @@ class NewShard:
 
     @property
     def link_to(self) -> OldShard | None:
-        """The old shard that has exactly the samples and indexes of this shard; None if there is none."""
+        """The old shard that has exactly these samples, their fingerprint and any footer needed; None if there is none."""
         (old, *rows), *others = self.runs
         is_whole = not others and rows == [0, len(old.index.keys)]
         is_same = is_whole and old.fingerprint == old.index.fingerprint and not old.prefix
@@ -265,7 +265,7 @@ def append_range(ranges: list[MemberRange], path: str, begin: int, end: int, hea
 
 
 def read_members(ranges: Iterable[MemberRange], files: Files) -> Iterator[bytes]:
-    """Yield the bytes of the ranges in chunks."""
+    """Yield the headers and the bytes of the ranges in chunks."""
     for part in ranges:
         yield part.header
         for begin in range(part.begin, part.end, _CHUNK_NBYTES):

@@ -54,12 +54,13 @@ def write_index(
         The index, equal to the index that `ShardWriter` makes for the same members.
 
     Raises:
-        FileExistsError: A folder, or another shard, has the name of an index to write. Before this error, or any other error
-            except OSError, nothing is written.
+        FileExistsError: A folder, or another shard, has the name of an index to write; or the folder is locked for a minute.
+        InvalidKeyError: `NAME.idx` cannot represent the name of a member, for example a name with a space. Before all errors
+            except this error and OSError, nothing is written.
         FormatError: The file is not a tar, or is damaged; the error has the byte offset. Or unknown bytes follow the end of the
             archive. Or zeros follow it, although an index or the manifest lists more members.
         OSError: A file cannot be read or written, for example because the disk is full.
-        RemoteError: A request failed.
+        RemoteError, ImportError: A request failed; or the url needs a package that is not installed.
         ValueError: `index_folder` is not None for a local shard, or the indexes cannot be written to a web server.
     """
     return index_shard(os.fsdecode(path), dali_index, index_folder)[0]
@@ -134,7 +135,7 @@ def _place_of(path: str, index_folder: str | None) -> tuple[Folder, str]:
 
 
 def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardIndex | None:
-    """Return the index at the end of a shard if it has a fingerprint, or else the index in its sidecar."""
+    """Return the index at the end of a shard if it has a fingerprint, else that in its sidecar, else any; None without one."""
 
     def parse(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
         with contextlib.suppress(FormatError):
@@ -175,7 +176,7 @@ class FolderReport:
 
     num_samples: dict[str, int]  # by name of the shard
     added: list[str]  # names of shards that the manifest did not list before
-    removed: list[str]  # paths of shards that the manifest listed before, but that do not exist
+    removed: list[str]  # urls of shards that the manifest listed before, but that do not exist
     num_repeated: int  # keys that occur in several of the shards
 
 
@@ -188,7 +189,7 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
     Raises:
         FileExistsError: A writer holds the folder.
         FileNotFoundError: The folder has no shards.
-        FormatError: A shard or the manifest is damaged. The manifest stays as it is.
+        FormatError: A shard or the manifest is damaged. The manifest may then list new shards before the damaged shard.
     """
     if writer := find_writer(folder):
         raise FileExistsError(

@@ -19,7 +19,7 @@ _KINDS = "biufcSUmM"  # kinds of numpy dtypes whose bytes are their values
 
 
 def digest_item(value: Any) -> int:
-    """Return the digest of an item of plain values, paths, arrays and tensors; 0 if it contains another type.
+    """Return the digest of an item of plain values, paths, arrays and tensors; 0 if it has none.
 
     The digest is the XXH3-64 of the following bytes, or 1 if this hash is 0. Each value begins with a letter and, where its
     length can vary, a count of 8 bytes, so that different values have different bytes. All numbers are little-endian.
@@ -34,7 +34,7 @@ def digest_item(value: Any) -> int:
 
     All other types, such as subclasses of dict, have no digest: `fn` may depend on more than their content.
 
-    Memory: nothing is copied, except arrays and tensors that are not contiguous, or not in the memory of the CPU.
+    Memory: arrays and tensors are copied only if they are not contiguous, or not in the memory of the CPU.
     """
     state = xxh3_64()
     try:

@@ -55,9 +55,10 @@ def reshard(
         FileExistsError: `out` is not empty, or another process writes it.
         FileNotFoundError: A file does not exist, or there are no shards.
         FormatError: A shard is damaged, was changed during the call, or does not match its index.
+        ImportError: `progress` is True, and `tqdm` is not installed.
         InvalidKeyError: A key occurs in several shards.
         OSError: A file cannot be read or written, for example because the disk is full.
-        ValueError: `max_samples` or `max_nbytes` is less than 1.
+        ValueError: `max_samples` or `max_nbytes` is less than 1; or `source` or `out` is a url.
     """
     limits: Any = {"max_samples": max_samples, "max_nbytes": max_nbytes}
     return merge([source], out, **limits, dali_index=dali_index, fsync=fsync, progress=progress)

@@ -17,8 +17,8 @@ _WAIT_S = 0.2  # a process that checks the lock holds it for an instant
 class WriterLock:
     """The exclusive right of this process to write the shards of a pattern, until `close`.
 
-    The lock is on the file `.PATTERN.lock` in the folder, which is made if it is missing. A read-only folder cannot be locked,
-    nor can a folder on a file system without locks. Different patterns may still produce the same names, but a shard never
+    The lock is on the file `.PATTERN.lock` in the folder. A missing folder is made. A read-only folder cannot be locked, nor
+    can a folder on a file system without locks. Different patterns may still produce the same names, but a shard never
     replaces another shard.
 
     Attributes:

@@ -37,7 +37,7 @@ from wds_tensorcache.writing.pattern import ShardPattern
 
 
 class FinishedShards:
-    """The indexes of finished shards by path or url, in the order of their samples."""
+    """The indexes of finished shards, by path or url in the order of the shards."""
 
     def __init__(self, indexes: Mapping[str, ShardIndex], files: Files) -> None:
         self.indexes, self.files = indexes, files
@@ -149,7 +149,7 @@ def take_over(
     """Load the finished shards of a build; write missing `.idx` files and manifest entries, and remove stale entries.
 
     `names` are all files in the folder, and `shards` the finished shards among them. `manifest` was read before `names`; it is
-    None if the writer has no manifest.
+    None if the writer has no manifest. See `load_finished` and `check_same` for errors.
     """
     listed = Manifest() if manifest is None else manifest
     finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})

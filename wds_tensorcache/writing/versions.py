@@ -57,7 +57,7 @@ def drop(
         KeyError: The cache has no sample with one of the keys.
         OSError: A file cannot be read or written, for example because the disk is full.
         TypeError: `keys` is a str or bytes.
-        ValueError: No sample would remain; or `source` is not a folder.
+        ValueError: No sample would remain; `source` is not a local folder; or `out` is a url.
     """
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys={keys!r:.100}, expected a collection of keys")
@@ -106,7 +106,7 @@ class OldCache:
 
 
 def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
-    """Compute the samples that cannot be reused. On one process, also write the version, and return True.
+    """Compute the samples that cannot be reused. On one process, also write the version. Return whether it was written.
 
     Computed samples are first written to a hidden cache, as in a build without `reuse=`. A later call resumes from this cache,
     even if other ranks have written it.

@@ -52,7 +52,7 @@ from wds_tensorcache.writing.pattern_lock import WriterLock
 from wds_tensorcache.writing.resume import FinishedShards, take_over
 
 MAX_SAMPLES = 4096  # limits the work that an interrupted build repeats; a lower limit makes too many small files
-_MAX_FINISHING = 2  # shards that a thread finishes or uploads while the next shard is written
+_MAX_FINISHING = 2  # shards at a url that a thread finishes and uploads while the next shard is written
 # the last sample and the index may make a shard longer, and stores accept 5 GB in one request
 _MAX_REMOTE_NBYTES = 4 << 30
 _log = logging.getLogger("wds_tensorcache")
@@ -115,8 +115,8 @@ class ShardWriter:
 
     Args:
         pattern: A folder for shards `000000.tar`, `000001.tar`, …, or a path with one number such as `%06d` in its last part. A
-            path that ends in `.tar` names a single shard. Missing folders are made. Or a url of such a folder or path in
-            an object store: `s3://`, `gs://` or `az://`.
+            path that ends in `.tar` names a single shard of any length. Missing folders are made. Or a url of such a folder
+            or path in an object store: `s3://`, `gs://` or `az://`.
         max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
             many samples, and a million small samples make 245 shards.
         max_nbytes: A shard with at least this many bytes accepts no more samples.
@@ -350,7 +350,7 @@ class ShardWriter:
         self.num_finished += entry.num_samples
 
     def close(self) -> None:
-        """Finish the current shard, wait for uploads, and release the lock on the pattern. In a forked child, do nothing."""
+        """Finish the current shard, wait for uploads, and release the lock. Errors are as for `write`. No effect in a fork."""
         if self._pid != os.getpid():
             return
         self._closed = True

@@ -59,7 +59,7 @@ def read_batch(
 
 
 def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
-    """Return a batch that contains only the given tensors; see `Cache.nest`."""
+    """Return a batch with `tensors`, and without all other tensors; see `Cache.nest`."""
     kept = request.keeping(tuple(sorted(tensors)))
     layouts = kept.layouts()
     others = [name for name in tensors if not layouts.chosen or name not in layouts.chosen[0]]
@@ -141,7 +141,7 @@ def _read_tensors(
 def _read_rows(
     store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, skeletons: Iterable[int] = ()
 ) -> None:
-    """Read the rows of a batch into `memory`. The requests for remote rows also fetch `skeletons`, which `Rows` keeps."""
+    """Read the rows of a batch into `memory`. If some are remote, also fetch the skeletons of the samples `skeletons`."""
     rows = layouts.rows
     which = layouts.which
     ranges = Ranges(rows.number, rows.begin + columns.begin[:, which], columns.nbytes[:, which], placement.rows)
@@ -164,7 +164,7 @@ def _read_rows(
 
 
 def _check_bools(layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> None:
-    """Raise FormatError for bytes other than 0 and 1: torch and numpy accept any byte as a bool, and compute wrong results."""
+    """Raise FormatError if a bool is not 0 or 1: torch and numpy accept any byte as a bool, and compute wrong results."""
     for tensor, layout in columns.bools:
         nbytes, samples = columns.nbytes.item(tensor, layout), np.flatnonzero(layouts.which == layout)
         begins: list[int] = placement.rows[tensor, samples].tolist()

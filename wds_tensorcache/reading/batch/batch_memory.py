@@ -69,7 +69,7 @@ class Memory:
 
 
 def to_device(tensor: torch.Tensor, pin: bool, device: Any) -> torch.Tensor:
-    """Return a tensor in pinned memory or on a device; copy it if needed."""
+    """Return a tensor on `device` if that is not None. With `pin`, or for a GPU, a tensor of the CPU is pinned first."""
     # The source of a copy to a GPU must be pinned. The copy of a pageable tensor would wait for the copies before it.
     if (pin or (device is not None and _is_gpu(device))) and tensor.numel() and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()

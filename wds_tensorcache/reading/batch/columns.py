@@ -89,10 +89,7 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
-    """Complete layouts with references that the index lacks; return them, and the index of each sample's layout.
-
-    The missing references are read from the samples' skeletons.
-    """
+    """Complete layouts with references from the samples' skeletons; return them, and the index of each sample's layout."""
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
     item_of_sample = np.empty(len(which), np.int64)
@@ -124,7 +121,7 @@ class Columns:
         layouts: The layouts. They are kept alive because `Structures.columns` uses their ids as keys.
         begin, nbytes: Range of each tensor's bytes in the `.safetensors` member, int64 `[tensors, layouts]`; zeros if a layout
             lacks the tensor.
-        sizes: Bytes of each tensor; None if the bytes of a tensor differ between layouts.
+        sizes: Length of each tensor in bytes; None if the length of a tensor differs between layouts.
         bools: Tensor index and layout index of each bool tensor, whose bytes must be checked.
         references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; `resolve` sets it, with
             `first`, `shapes`, `limits` and `limit`.

@@ -23,16 +23,16 @@ class Leaves:
 
     Torch functions and operators treat it as the tensor `torch.tensor(leaves.tolist())`, on the device of the first tensor
     among their arguments. Bools become `torch.bool` and ints int64. Floats, and floats mixed with ints, become torch's default
-    dtype (float32). Every use makes a new tensor. `==` and `!=` compare the values with a list as lists do, and with a
-    tensor, an array or a number element by element.
+    dtype (float32). Every use makes a new tensor. `==` and `!=` compare the values with a tensor, an array or, if the values
+    are numbers, a number element by element. They compare the values with anything else as lists do.
 
     It is not registered as a `Sequence`, and has no method `to`. To move a batch to a device, trainers rebuild every sequence
     from its items, and call every method `to`. Both would decode all values.
 
-    Raises (on first use):
-        BatchError: A sample's structure differs from the structure of the first sample. Or a torch function receives values
-            that are not numbers, or ints beyond int64.
-        FormatError: A skeleton is damaged.
+    Raises (when the values are used):
+        BatchError: A sample's structure differs from the structure of the batch. Or torch computes with values that do not
+            form a tensor, for example texts, lists of different lengths, or ints beyond int64.
+        FormatError, RemoteError: A skeleton is damaged, or cannot be fetched.
     """
 
     __slots__ = ("_decoded", "_list", "_path")
@@ -86,7 +86,7 @@ class Leaves:
         """Return the values as a tensor on `device`.
 
         Raises:
-            BatchError: The values are not numbers, or an int is beyond int64.
+            BatchError: The values do not form a tensor.
         """
         values = self.tolist()
         try:

@@ -47,7 +47,7 @@ def place_equal(row_nbytes: tuple[int, ...], count: int) -> Placement:
 
 
 def place_in_turn(sizes: Array) -> Placement:
-    """Return the placement of rows with the lengths `sizes`, int64 `[tensors, samples]`. The rows of a tensor have no gaps."""
+    """Return the placement of rows of `sizes` bytes, int64 `[tensors, samples]`. The rows of a tensor are contiguous."""
     edges = list(accumulate((size + -size % _ALIGN for size in sizes.sum(1).tolist()), initial=0))
     if edges[-1] >= 1 << 63:
         raise no_memory(edges[-1])
@@ -93,7 +93,7 @@ def place(
 
 
 class Padding(NamedTuple):
-    """The padding of tensor number `tensor`: rows are filled up to `row_nbytes` with `bits`, an element of `dtype`."""
+    """The padding of the tensor at index `tensor`: `bits`, an element of `dtype`, fills its rows up to `row_nbytes` bytes."""
 
     tensor: int
     row_nbytes: int
@@ -102,7 +102,7 @@ class Padding(NamedTuple):
 
 
 def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> tuple[int, ...]:
-    """Return the shape of a tensor's rows after padding. The row of a sample that lacks the tensor has length 0."""
+    """Return the shape of a tensor's rows after padding; raise BatchError if they cannot be padded to one shape."""
     first, present = columns.first[tensor], columns.present(tensor)
     key = layouts.key(present[0][0] if present else 0)
     for number, other in present:

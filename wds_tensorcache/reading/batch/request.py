@@ -29,7 +29,7 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
 class NewNames(Exception):
-    """Signal that an old index lacks names in a skeleton. The shard has a new index now, so read the batch again."""
+    """A signal to read the batch again: an old index lacked names in a skeleton, and the shard has a new index now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class Structure:
     """The nesting of a batch. Batches with the same template and the same missing tensors share it.
 
     Attributes:
-        sample: Sample of the batch with the most tensors, completed by the tensors that it lacks. It shows the containers and
-            their keys; tensors that are not selected remain.
+        sample: Sample of the batch with the most selected tensors, completed by the tensors that it lacks. It shows
+            the containers and their keys; tensors that are not selected remain.
         names: Names of the selected tensors.
         template: Template that the sample matches, if any.
         visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
@@ -46,7 +46,7 @@ class Structure:
         is_plain: True if each tensor occurs once, and its name is its path.
         is_exact: True if `sample` is unchanged, so that all samples of the template have this structure.
         has_missing: True if the sample itself lacks tensors of the batch.
-        checked: Keys of samples that have this structure; see `values.py`.
+        checked: Keys for samples that match this structure: a template, and the indices of its values that are None.
     """
 
     sample: Any
@@ -71,7 +71,7 @@ class Structures:
         optional: Names of tensors that are not selected, and that some samples lack.
 
     Attributes:
-        columns: Columns of batches with few layouts, by the ids of the layouts and the names that the batch must have.
+        columns: Columns of batches with few layouts, by the ids of the layouts, `Request.fixed` and the choices.
         views: Structures of the same samples with fewer tensors, by the names of these tensors or by the alternatives that are
             left out.
     """
@@ -81,7 +81,7 @@ class Structures:
         self.optional = tuple(optional)
         self.columns: dict[tuple[Any, ...], Columns] = {}
         self.views: dict[Any, Structures] = {}
-        # number of next batches from remote shards that fetch all skeletons together with the tensors
+        # number of coming batches from remote shards that fetch all skeletons together with the tensors
         self.num_with_values = 0
         # by the template and the names of missing tensors
         self._by_template: dict[Any, Structure] = {}
@@ -105,7 +105,7 @@ class Structures:
         self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
-        """Return a sample with only its selected tensors, and without None in place of other tensors."""
+        """Return a sample with only its selected tensors, and without None in place of the tensors `optional`."""
         if self.wanted is None:
             return sample
         sample = project(sample, self.wanted)
@@ -118,7 +118,7 @@ class Structures:
         return sample
 
     def find_base(self, layouts: Layouts) -> int:
-        """Return the sample with the most selected tensors. A tie goes to more tensors in all, then to the first sample."""
+        """Return the position of the sample with the most selected tensors; on a tie, with the most tensors, then the first."""
         if not layouts.is_mixed:
             return 0
         wanted = self.wanted or (lambda name: True)
@@ -127,7 +127,7 @@ class Structures:
         return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
-        """Return the structure of a batch with the names `fixed`; raise BatchError if a tensor has no place in it."""
+        """Return the structure of a batch; raise BatchError if a tensor has no place in it, and the errors of `check_names`."""
         base = self.find_base(layouts) if layouts.is_mixed else 0
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
@@ -144,7 +144,7 @@ class Structures:
         return structure
 
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the batch's tensors that a sample lacks."""
+        """Return the names of the batch's tensors, and of `fixed`, that sample `base` lacks."""
         present = layouts.items[layouts.which.item(base)].named
         others = [name for layout in layouts.items for name in layout.named] if layouts.is_mixed else []
         return tuple(dict.fromkeys(name for name in (*others, *fixed) if name not in present))
@@ -186,7 +186,7 @@ class Structures:
 
 
 def _donor(layouts: Layouts, name: str) -> Any:
-    """Return a sample that has a tensor, if its place in a sample depends on it: in a dict, under `7` or under `"7"`."""
+    """Return a sample with tensor `name`, which shows whether the key `7` of a dict is an int; None if `name` has no number."""
     if not re.search(r"(?:^|[.])-?[0-9]+(?:[.]|$)", name):
         return None
     rows = layouts.rows
@@ -201,7 +201,7 @@ def _donor(layouts: Layouts, name: str) -> Any:
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
-    """Compare the tensors of a sample with the index. Old indexes lack the additional names of tensors.
+    """Compare the tensors of a sample with the index of its shard. Old indexes lack the additional names of tensors.
 
     Raises:
         FormatError: The index has different kinds, dtypes or names.
@@ -250,7 +250,7 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
 
 
 def keep_known(cached: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add an entry to a bounded dict."""
+    """Add an entry to a bounded dict; if the dict is full, clear it first."""
     # files determine the number of layouts, so a hostile file could fill memory
     if len(cached) >= _MAX_KNOWN:
         cached.clear()
@@ -281,9 +281,9 @@ class Request:
         return layouts_of(self.rows)
 
     def skeletons_ahead(self) -> Iterable[int]:
-        """Return the samples of a batch whose skeletons are fetched together with the tensors, if they are in remote shards.
+        """Return the positions of samples whose skeletons are fetched together with the tensors, if their shards are remote.
 
-        If the caller used the values of a recent batch, these are all samples, because skeletons contain the values. Otherwise
+        If the values of a recent batch were used, these are all samples, because skeletons contain the values. Otherwise
         the structure of the batch needs only the first sample, or no sample if its template is known.
         """
         if self.structures.num_with_values > 0:
@@ -309,10 +309,10 @@ class Request:
         return bool(self.store.shards) and self.store.find_names(number for number, *_ in self.rows.by_shard)
 
     def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Any) -> None:
-        """Put the chosen tensors and values into a batch; see `ChosenRequest`."""
+        """Do nothing. A `ChosenRequest` puts the chosen tensors and values into the batch."""
 
     def schema(self) -> Mapping[str, TensorSchema]:
-        """Return the schema of the whole cache, also for a view. Cost: loads the index of every shard, once."""
+        """Return the schema of the whole cache, also for a view. Cost: the first call loads the index of every shard."""
         return whole_schema(self.store)
 
     def sample(self, i: int) -> Any:
@@ -326,7 +326,7 @@ class Request:
 
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
-    """Return the columns of a batch for the tensors of its samples and the tensors that it must have."""
+    """Return the columns of a batch; see `Structures.structure_for` and `Columns.resolve` for errors."""
     cached, key = request.structures.columns, (*map(id, layouts.items), request.fixed)
     if layouts.chosen:
         key = (*key, *(tuple(chosen.items()) for chosen in layouts.chosen))

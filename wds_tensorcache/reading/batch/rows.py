@@ -19,14 +19,15 @@ _ALL = slice(None)
 class Rows:
     """The locations of a batch's samples.
 
-    Sample `i` is row `row[i]` of `shards[number[i]]`, and its tensors start at byte `begin[i]`.
+    Sample `i` is row `row[i]` of `shards[number[i]]`, and its `.safetensors` member starts at byte `begin[i]`.
 
-    A row is the number of a sample among the samples of its shard that have the cache.
+    A row is the index of a sample among the samples of its shard that have the cache.
 
     Attributes:
         shards: All shards of the cache; for a `SharedDataset`, one object with the methods of `Shard` that batches need.
-        number, row, begin: Shard number, row in the shard, and byte offset of the tensors of each sample, int64 `[B]`.
-        by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch.
+        number, row, begin: Shard number, row in the shard, and byte offset of the member, for each sample, int64 `[B]`.
+        by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch. The positions are
+            an array or a slice.
         known_layouts: Result of `layouts_of`, for views that read the same samples; empty until it is known.
         known_samples: Results of `sample`, by position in the batch.
         fetched: Bytes at `Shard.skeleton_extent` of samples of remote shards, by their positions in the batch.
@@ -59,7 +60,7 @@ class Rows:
         return list(map(self.sample, range(len(self))))
 
     def fetch_skeletons(self, positions: Iterable[int]) -> None:
-        """Read the skeletons of samples in remote shards together, for later calls."""
+        """Fetch the skeletons of samples in remote shards together into `fetched`."""
         wanted = {}
         for i in positions:
             shard = self.shards[self.number.item(i)]
@@ -86,7 +87,7 @@ class Rows:
 
 
 def locate(store: Store, positions: Array) -> Rows:
-    """Return the locations of the samples at `positions` in `store`, int64 `[B]`."""
+    """Return the locations of the samples at `positions` in `store`, int64 `[B]`. Load the indexes of remote shards."""
     shards = store.shards
     if len(shards) == 1 or not len(positions):
         number, row = np.zeros(len(positions), np.int64), positions

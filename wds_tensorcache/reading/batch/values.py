@@ -124,7 +124,7 @@ class Decoded:
             return _in_order(groups, [group.find(find) for group in groups])
 
     def check(self) -> None:
-        """Read the skeletons; raise BatchError unless every sample has the structure of the batch."""
+        """Read the skeletons; raise BatchError if a sample's structure differs, NewNames if an index lacks names."""
         with self._lock:
             self._groups = self._groups or self._read()
 
@@ -183,7 +183,7 @@ class Decoded:
         return values_by_sample
 
     def _compare(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
-        """Compare the structure of sample `i` with the batch's structure, as `_build` does; return the other arguments."""
+        """Compare the structure of sample `i` with the batch's structure, as `_build` does; return `template` and `values`."""
         # Samples of one template differ only in plain values, of which only None may take the place of a tensor. So one
         # comparison suffices for all samples with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)
