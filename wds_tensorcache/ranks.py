@@ -20,7 +20,8 @@ def is_distributed() -> bool:
 def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is_final: bool = True) -> tuple[int, int]:
     """Return `(rank, world_size)` from the arguments, else from torch.distributed, else from torchrun, else `(0, 1)`.
 
-    If `is_final` is False, the environment may contain only a world size; the rank is then 0.
+    `group` is a process group or a 1-D device mesh; pass it instead of `rank` and `world_size`. If `is_final` is False, the
+    environment may contain only a world size; the rank is then 0.
 
     Raises:
         TypeError: `rank` or `world_size` is not an integer.
