@@ -92,7 +92,7 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
 
 
 def conceal(url: str) -> str:
-    """Remove user name, password, query and fragment from the caller's url; return a `SecretUrl` if it has any secrets.
+    """Remove user name, password, query and fragment from a web server's url; return a `SecretUrl` if it has any secrets.
 
     Raises:
         ValueError: The url of an object store has a user name or a password.
@@ -212,7 +212,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 @lru_cache(4096)
 def origin_of(url: str) -> str:
-    """Return scheme and server of a url, or scheme and bucket, for example `https://host:8000`, without credentials."""
+    """Return scheme and server of a url, or scheme and bucket, for example `https://host:8000`. Credentials of web urls are left out."""
     scheme, user_info, host, *_ = _split(url)
     return f"{scheme.lower()}://{host.lower() if is_web(url) else user_info + host}"
 
