@@ -212,7 +212,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 @lru_cache(4096)
 def origin_of(url: str) -> str:
-    """Return scheme and server of a url, or scheme and bucket, for example `https://host:8000`. Credentials of web urls are left out."""
+    """Return scheme and server of a web url without credentials, or scheme and bucket, for example `https://host:8000`."""
     scheme, user_info, host, *_ = _split(url)
     return f"{scheme.lower()}://{host.lower() if is_web(url) else user_info + host}"
 
