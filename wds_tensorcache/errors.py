@@ -47,7 +47,7 @@ _Format = TypeVar("_Format", bound="FormatError")
 
 
 class TensorCacheError(Exception):
-    """Base of the classes in this module. Wrong arguments raise builtin errors, for example TypeError."""
+    """Base of the other exceptions in this module. Most wrong arguments raise builtin errors, for example TypeError."""
 
     def at(self: _Error, where: str) -> _Error:
         """Return a copy of this error whose message begins with `where`, for example the shard and the key."""

@@ -25,7 +25,7 @@ def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is
 
     Raises:
         TypeError: `rank` or `world_size` is not an integer.
-        ValueError: The arguments or the environment are inconsistent.
+        ValueError: The arguments or the environment are invalid or inconsistent.
     """
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank}, world_size={world_size}: pass both or neither")

@@ -196,9 +196,9 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource,
 def match_body(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool = True
 ) -> tuple[Template, list[Any]] | None:
-    """Return the template that a skeleton matches, and the parts for `Template.build`; None if its form has no such template.
+    """Return the template that a skeleton matches, and the list for `Template.build`; None if its form has no such template.
 
-    `build` changes the list of parts, so pass it a copy to build several samples. If `lazy` is True, these samples share only
+    `build` changes the list, so pass it a copy to build several samples. If `lazy` is True, these samples share only
     immutable objects.
     """
     template = layout.form.template

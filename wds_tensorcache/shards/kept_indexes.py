@@ -53,7 +53,7 @@ class KeptIndexes:
     """Indexes of remote shards in a folder that any number of processes may share.
 
     If the folder cannot be used, indexes are requested again. The first write, and some later ones, remove the least recently
-    used indexes if all take more than `max_nbytes`.
+    used indexes if all together exceed `max_nbytes`.
     """
 
     def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:

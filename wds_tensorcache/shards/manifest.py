@@ -363,10 +363,10 @@ class Manifest:
 
 
 def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
-    """Change the manifest of a folder.
+    """Change the manifest of a folder, and sort its entries by url.
 
-    `change` is called again if another process has changed the manifest at the same time. If the manifest is damaged
-    (FormatError), or `change` raises an error, the manifest is not written.
+    In an object store, `change` is called again if another process has changed the manifest at the same time. If the manifest
+    is damaged (FormatError), or `change` raises an error, the manifest is not written.
     """
 
     def apply(content: bytes | None) -> bytes:

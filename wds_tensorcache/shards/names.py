@@ -181,13 +181,13 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
 
 
 def split_member(name: str) -> tuple[str, str] | None:
-    """Return the key and the suffix in a member's name; None if the member belongs to no sample."""
+    """Return the key and the suffix in a member's name; None if the name does not have both."""
     match = _KEY_AND_SUFFIX.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def strip_dots(name: bytes) -> bytes:
-    """Return a name without a leading `./`, which `tar -c .` puts before each name."""
+    """Return a name without any leading `./`, which `tar -c .` puts before each name."""
     return _DOTS.sub(b"", name)
 
 

@@ -211,7 +211,7 @@ class ShardFile:
         return TarFormatError(problem, kind="truncated").at(self.path)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
+        """Return the bytes `[begin, end)`; raise FormatError if the file is too short, or as `descriptor` does."""
         descriptor = self.descriptor()
         content = os.pread(descriptor.fd, end - begin, begin)
         while len(content) < end - begin:  # one call reads at most 2 GiB
@@ -222,7 +222,7 @@ class ShardFile:
         return content
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError if the file is too short."""
+        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError as `read` does."""
         left = sum(map(len, buffers))
         if left >= _COPIED_NBYTES and begin + left <= self.nbytes:
             view = self.view(begin, begin + left)

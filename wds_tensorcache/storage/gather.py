@@ -312,7 +312,7 @@ def _read(
 
 
 def runs(ranges: Ranges, memory: Array, gap_nbytes: int = 0) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """Yield, for each run of tensors of a sample, the number of its file, its offset, and the buffers to fill.
+    """Yield, for each run of tensors of a sample, the number of the file, the run's offset, and the buffers to fill.
 
     A run contains tensors with up to `gap_nbytes` bytes between them. These bytes are read into unused memory.
     """

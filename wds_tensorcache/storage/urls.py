@@ -192,7 +192,7 @@ def name_of(url: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return a url's scheme with its server or bucket, its path, and a web server's query with its `?`."""
+    """Return a url's scheme, user and server (or bucket) as one text, its path, and a web server's query and fragment."""
     scheme, user_info, host, path, rest = _split(url)
     return f"{scheme}://{user_info}{host}", path, rest
 

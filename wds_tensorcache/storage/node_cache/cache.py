@@ -128,7 +128,7 @@ class NodeCache:
         """Return the local file, opened or created if needed; None if it is not open and the cache is paused.
 
         Raises:
-            Bypass: There is no room for the file.
+            Bypass: There is no room for the file, or the folder stays locked.
             OSError: The folder or its disk cannot be written.
         """
         file.digest = digest = file.digest or digest_of(file.url, file.state)

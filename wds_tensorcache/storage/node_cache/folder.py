@@ -113,7 +113,7 @@ class CacheFolder:
         """Open the file of an object, or create it.
 
         Raises:
-            Bypass: There is no room for the file.
+            Bypass: There is no room for the file, or the folder stays locked.
             OSError: The folder or its disk cannot be written.
         """
         path = os.path.join(self.path, digest.hex() + SUFFIX)
@@ -137,7 +137,7 @@ class CacheFolder:
         """Allocate disk space for absent blocks, which the caller has locked; evict other files if needed.
 
         Raises:
-            Bypass: There is no room for all blocks.
+            Bypass: There is no room for all blocks, or the folder stays locked.
             OSError: The folder or its disk cannot be written.
         """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)

@@ -29,8 +29,8 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 class HttpClient:
     """A client of one web server; see `Client`.
 
-    A server may send a strong ETag, a weak ETag, a date of modification, or none of them. The client sends a strong ETag with
-    every read (`If-Match`), and a date as `If-Unmodified-Since`. It compares the tag and the length in every response with
+    A server may send a strong ETag, a weak ETag, a date of modification, or none of them. The client sends a known strong ETag
+    with every read (`If-Match`), and a date as `If-Unmodified-Since`. It compares the tag and the length in every response with
     the tag and the length that it knows.
 
     With a date, changes within a second may go unnoticed. With a weak ETag, changes that the server calls equivalent may go
@@ -181,7 +181,7 @@ class HttpClient:
                 request.state, request.at = state, request.at + done
 
     def _may_have_ranges(self, response: Response) -> bool:
-        """Return whether the server obeyed the last range that it answered; before that, whether it announces ranges."""
+        """Return whether the server seems to have ranges, by its earlier responses, or else by what this response announces."""
         if self._has_ranges is None:
             return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
         return self._has_ranges
