@@ -4,7 +4,7 @@ Types of results, such as `LoaderStats`, are public in the modules that define t
 Functions for Ray Data are in `wds_tensorcache.ray`.
 """
 
-# Other threads may import modules of this package after the main thread has ended, when this module cannot be imported.
+# After the main thread has ended, `concurrent.futures.thread` cannot be imported, but other threads may still need it.
 import concurrent.futures.thread as _  # noqa: F401
 from importlib import import_module as _import_module
 from typing import Any as _Any

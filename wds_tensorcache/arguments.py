@@ -1,4 +1,4 @@
-"""Check arguments: integers, and the names of options in `**options`."""
+"""Check arguments: integers, and the names of options in `**options`; find the stack level of a warning."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_int(name: str, value: Any) -> int:
     """Return an argument as an int; `name` is the argument's name.
 
     Raises:
-        TypeError: `value` is not an integer of Python, numpy or torch.
+        TypeError: `operator.index` refuses `value`.
     """
     try:
         return operator.index(value)
@@ -50,9 +50,9 @@ def check_options(
 
 
 def user_level() -> int:
-    """Return the `stacklevel` with which the caller's warning names the first frame outside this package.
+    """Return the `stacklevel` with which the caller's warning names the first frame outside this package and `dali_plugin`.
 
-    In a thread of this package, that frame belongs to `threading`.
+    In a thread that this package started, that frame belongs to the standard library.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:

@@ -1,10 +1,10 @@
-"""Every error that this package raises on purpose, and functions that format names and counts in messages.
+"""The exception classes of this package, and functions that format names and counts in messages.
 
 TensorCacheError
-├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md
-│   ├── MissingShardError   (FileNotFoundError)      a missing shard (a tar) that a manifest or link names, or that was open
+├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md, or have changed
+│   ├── MissingShardError   (FileNotFoundError)      a shard (a tar) that does not exist
 │   ├── TarFormatError      (tarfile.ReadError)      a tar that is truncated, damaged or unsupported
-│   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton that names code outside the format
+│   └── UnsafeSkeletonError (pickle.UnpicklingError) a skeleton outside the safe subset of pickle
 ├── EncodeError             (TypeError)              a Python value that the format cannot represent
 ├── BatchError              (ValueError)             samples that cannot form one batch
 ├── BuildError              (RuntimeError)           items that failed in a call of `build`
@@ -47,7 +47,7 @@ _Format = TypeVar("_Format", bound="FormatError")
 
 
 class TensorCacheError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of the other exceptions in this module. Most wrong arguments raise builtin errors, for example TypeError."""
 
     def at(self: _Error, where: str) -> _Error:
         """Return a copy of this error whose message begins with `where`, for example the shard and the key."""
@@ -68,9 +68,9 @@ Kind = Literal[
     "trailing",  # bytes after the end of the archive that are not an index
     "unreadable",  # the operating system cannot read the bytes
     "duplicate",  # a key or a member name occurs twice
-    "missing",  # one of the two members of a cache, or a file that a manifest lists, does not exist
+    "missing",  # one of the two members of a sample's cache, or a shard, does not exist
     "damaged",  # the bytes of a sample differ from the written bytes
-    "lost",  # an index lists a sample that the shard does not contain
+    "lost",  # an index or manifest lists samples that the shard does not contain
     "index",  # an index, `.idx` or manifest that is damaged or does not match the shard
     "unsafe",  # a skeleton that names code outside the format
 ]
@@ -78,7 +78,7 @@ Kind = Literal[
 
 
 class FormatError(TensorCacheError, ValueError):
-    """Bytes that break a rule of FORMAT.md, or two members (files in the tar) of a sample that do not belong together.
+    """Bytes that break a rule of FORMAT.md, do not match each other, or have changed since the shard was opened.
 
     Args:
         reason: Description of the fault.
@@ -87,7 +87,7 @@ class FormatError(TensorCacheError, ValueError):
 
     Attributes:
         reason, offset, kind: The arguments of the constructor; `at` copies them.
-        where: Place of the fault (shard, sample, …), as passed to `at`; None if `at` was not called.
+        where: Place of the fault (shard, sample, …), from the calls of `at`; None if `at` was not called.
     """
 
     kind: Kind = "format"
@@ -125,7 +125,9 @@ class TarFormatError(FormatError, tarfile.ReadError):
 
 
 class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
-    """A skeleton (the pickle of a sample) that names a callable, class or opcode outside the format; the reader did not run it.
+    """A skeleton (the pickle of a sample) outside the subset of FORMAT.md 2.4, for example with an unknown class.
+
+    The reader has not run the code outside the subset.
 
     Attributes:
         needs: `MODULE.NAME` of a class or callable that is neither in the format nor in `allow=`; None for other faults.
@@ -136,7 +138,7 @@ class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
 
 
 class EncodeError(TensorCacheError, TypeError):
-    """A value that the format cannot represent; the message contains its path in the sample and a remedy."""
+    """A sample that cannot be encoded; the message names the path of the value, unless the whole sample exceeds a limit."""
 
 
 class BatchError(TensorCacheError, ValueError):
@@ -144,7 +146,7 @@ class BatchError(TensorCacheError, ValueError):
 
 
 class BuildError(TensorCacheError, RuntimeError):
-    """Items that failed in `build(…, on_error="record")`; the samples of all other items are on disk.
+    """Items that failed in `build(…, on_error="record")`; the samples of all other items are written.
 
     Attributes:
         failures: Key and text of each failure, in the order of the items. The key is None if it depends on the item, and
@@ -158,10 +160,10 @@ class BuildError(TensorCacheError, RuntimeError):
 class RemoteError(TensorCacheError, OSError):
     """A request to a server or an object store that failed, also after retries if the fault may be temporary.
 
-    The message contains the url, the range and the status, without credentials.
+    The message contains the url without credentials, and the range if one was requested.
 
     Attributes:
-        url: The object, without user name, password and query.
+        url: The object, without user name, password and query; None if unknown.
         begin, end: The bytes `[begin, end)` that were requested; None if the request named no range.
         status: Status of the HTTP response; None if there was none, or if it is unknown.
     """

@@ -23,7 +23,7 @@ class Progress:
     Raises:
         ImportError: `show` is True, and `tqdm` is not installed.
 
-    Threads: one thread calls `show`.
+    Threads: not safe; call all methods from one thread.
     """
 
     def __init__(self, show: bool | Callable[[int, Any], object] | None, total: int | None, **options: Any) -> None:
@@ -34,9 +34,9 @@ class Progress:
         self.is_shown = self._function is not None or self._bar is not None
 
     def show(self, done: int, initial: int = 0) -> None:
-        """Show the amount of finished work, unless it has not changed.
+        """Show the amount of finished work, `done`, unless it has not changed.
 
-        `initial` is the amount that was finished before this call; it does not count for the rate.
+        `initial` is the part of `done` that was finished before the long call; it does not count for the rate.
         """
         if done == self._shown:
             return
@@ -44,7 +44,7 @@ class Progress:
         if self._function is not None:
             self._function(done, self._total)
         elif self._bar is not None:
-            # `update` would count the finished work for the rate of the last seconds, which the bar shows until it closes
+            # `update` would count `initial` for the rate of the last seconds, which the bar shows until it closes
             moved, self._bar.initial = initial - self._bar.initial, initial
             self._bar.n += moved
             self._bar.last_print_n += moved

@@ -20,11 +20,12 @@ def is_distributed() -> bool:
 def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is_final: bool = True) -> tuple[int, int]:
     """Return `(rank, world_size)` from the arguments, else from torch.distributed, else from torchrun, else `(0, 1)`.
 
-    If `is_final` is False, the environment may contain only a world size; the rank is then 0.
+    `group` is a process group or a 1-D device mesh; pass it instead of `rank` and `world_size`. If `is_final` is False, the
+    environment may contain only a world size; the rank is then 0.
 
     Raises:
         TypeError: `rank` or `world_size` is not an integer.
-        ValueError: The arguments or the environment are inconsistent.
+        ValueError: The arguments or the environment are invalid or inconsistent.
     """
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank}, world_size={world_size}: pass both or neither")

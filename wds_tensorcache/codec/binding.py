@@ -1,4 +1,4 @@
-"""The preamble and the digests that bind the two members of a cache to each other (FORMAT.md 2.1, 3.3).
+"""The preamble and the digests that bind the two members of a sample to each other (FORMAT.md 2.1, 3.3).
 
 A *member* is a file in the tar. A cache has two members for each sample: the skeleton (`.skel.pyd`, a pickle) and the tensors
 (`.safetensors`). A skeleton begins with the preamble, which contains the digests. The body follows.

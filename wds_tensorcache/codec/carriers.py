@@ -42,7 +42,7 @@ class Carrier:
     def restore(self, value: Any) -> Any:
         """View a carrier as the original tensor or array; `fits(value)` must be True.
 
-        Memory: aliases `value`. Arrays that are not contiguous, and integers that carry bools, are copied.
+        Memory: aliases `value`. Arrays that are not contiguous, and integers that carry bools, may be copied.
             Hazard: the tensor of a read-only array is writable, and its memory may belong to other readers.
         """
         if isinstance(value, np.ndarray) and isinstance(self.true, torch.dtype):
@@ -58,8 +58,8 @@ class Carrier:
 def arrow_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
     """Return the carrier of a dtype for numpy and Arrow.
 
-    The carrier is the stored form, with unsigned integers for the floats that numpy lacks. Dates become int64. A last dimension
-    contains the two floats of a complex number, or the bytes or code points of a text.
+    The carrier is the stored form, with unsigned integers for the floats that numpy lacks. Dates and times become int64.
+    A last dimension contains the two floats of a complex number, or the bytes or code points of a text.
 
     Raises:
         ValueError: The format cannot store the dtype.
@@ -76,8 +76,8 @@ def arrow_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
 def dali_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
     """Return the carrier of a dtype for DALI.
 
-    The carrier is the dtype itself if DALI has it, otherwise an integer dtype of the same width. For other widths, the carrier
-    is uint8, with the bytes of an element in a last dimension.
+    The carrier is the dtype itself if DALI has it, otherwise an integer dtype of the same width. If no integer dtype has this
+    width, the carrier is uint8, with the bytes of an element in a last dimension.
     """
     if dtype_name(dtype) in _DALI_HAS:
         return Carrier(dtype, np.dtype(dtype_name(dtype)))

@@ -1,4 +1,4 @@
-"""The stored form of each dtype of torch and numpy: the table in FORMAT.md 3.2.
+"""The stored forms of dtypes of torch and numpy: the table in FORMAT.md 3.2.
 
 The *true* dtype is the dtype of the tensor or array in the sample. The *stored* dtype is the dtype of its entry in the
 `.safetensors` file. Every supported release of stock safetensors can load the stored dtypes, except `F8_E4M3FNUZ` and
@@ -99,7 +99,7 @@ def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dty
     tensor's reference.
 
     Raises:
-        ValueError: `attribute` is not stored as `stored`, or the installed torch or numpy lacks the dtype.
+        ValueError, TypeError: `attribute` is not stored as `stored`, or the installed torch or numpy lacks the dtype.
     """
     is_torch = kind == "tensor"
     _, torch_name, numpy_name = STORED[stored]

@@ -1,8 +1,8 @@
 """Parse and build the header of a `.safetensors` member, the tar entry with a sample's tensors (FORMAT.md 3.1).
 
 A *layout* is a parsed header: the names, dtypes, shapes and byte ranges of the tensors in a member. A *form* is a layout
-without its shapes: names, dtypes and numbers of dimensions. The samples of a cache share a few forms and layouts, so
-both are kept in tables. Parsing validates everything, so later code only slices.
+without its shapes: names, dtypes and numbers of dimensions. The samples of a cache often share a few forms and layouts, so
+both are kept in tables. Parsing validates the whole header, so later code only slices.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class StoredTensor:
 
 @dataclass(slots=True, eq=False)
 class Form:
-    """Names, dtypes and numbers of dimensions of the tensors in a layout. Layouts that differ only in shapes share a form."""
+    """Names, dtypes and numbers of dimensions of the tensors in a layout. Layouts that differ only in shapes may share one."""
 
     entries: tuple[tuple[str, str, int], ...]  # name, stored dtype, number of dimensions, in the order of the bytes
     template: Any = None  # `Template` of an earlier skeleton of this form
-    num_interpreted: int = 0  # skeletons that were read without the template
+    num_interpreted: int = 0  # skeletons that were read without a template
     names: tuple[Any, Further] = None, ()  # a template, and the further names in samples that match it
 
 
 @dataclass(slots=True)
 class Layout:
-    """The contents of a header, shared by all members with an equal header."""
+    """The contents of a header. Members with equal headers share it, unless the header is long or the table was cleared."""
 
     tensors: dict[str, StoredTensor]  # by name, in the order of their bytes, which have no holes
-    data_begin: int  # offset of the first tensor in the member
+    data_begin: int  # offset of the first tensor's bytes in the member
     nbytes: int  # length of the whole member
     form: Form = field(compare=False, repr=False)
     # string of the reference to each tensor, in the same order; None if unknown, as after `parse_header`
@@ -141,7 +141,7 @@ def make_layout(
 
 
 def is_bound(member: Any) -> bool:
-    """Return whether `member` is bytes that begin like a cache's `.safetensors` member of any format version."""
+    """Return whether `member` is bytes or a memoryview, and begins like a cache's `.safetensors` member of any version."""
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
 
 
@@ -191,7 +191,7 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
     `member` may be only the beginning of the member; `member_nbytes` is then the length of the whole member.
 
     Raises:
-        FormatError: The header breaks a rule of FORMAT.md 3.1.
+        FormatError: The header breaks a rule of FORMAT.md 3.1, is not completely in `member`, or does not match the length.
     """
     nbytes = len(member) if member_nbytes is None else member_nbytes
     end = 8 + int.from_bytes(member[:8], "little")
@@ -310,7 +310,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def parse_json(text: bytes) -> Any:
-    """Return the value of UTF-8 JSON. Unlike `json.loads`, also raise ValueError for duplicate keys, `NaN` and `-0`."""
+    """Return the value of UTF-8 JSON. Unlike `json.loads`, also raise ValueError for equal keys, NaN, infinities and `-0`."""
     return (_BY_DIGITS if b"-0" in text else _DECODER).decode(text.decode())
 
 

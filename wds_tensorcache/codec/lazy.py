@@ -55,10 +55,10 @@ class Lazy:
     load: Any
 
     def view_bytes(self) -> np.ndarray[Any, Any]:
-        """Return the bytes of the elements as a 1-D uint8 array, without a copy.
+        """Return the bytes of the elements as a 1-D uint8 array.
 
-        Memory: aliases the source; never write into it. The view of a shard is a memory map: reading it kills the process
-            (SIGBUS) if the shard is truncated in place or the disk fails.
+        Memory: aliases the source, or is a copy if the shard cannot be mapped; never write into it. Reading a map kills the
+            process (SIGBUS) if the shard is truncated in place or the disk fails.
         """
         return self._source.view(self._reference.begin, self._reference.end)
 
@@ -167,6 +167,7 @@ class PendingLoads:
 
         Raises:
             FormatError: A loaded value is invalid, or a shard was changed.
+            RemoteError: A remote shard cannot be read.
         """
         self._reads.sort()
         source: Any = None
@@ -230,7 +231,7 @@ class LazyTensor(Lazy):
 
     Each use in a torch function, operator, method or index expression reads the tensor into private memory, which belongs
     to the caller. If the first index is an int or a slice of step 1, only the selected bytes of the first dimension
-    are read. Attributes such as shape and dtype read nothing. For repeated use, call `.load()` once.
+    are read. Metadata, such as `shape`, `dtype` and `numel()`, needs no read. For repeated use, call `.load()` once.
 
     Memory: holds no copy of its elements. It keeps its source alive: bytes in memory, or the shard of an open cache. An
         unpickled copy keeps the path and identity of the shard's file, but not the shard.
@@ -256,7 +257,7 @@ class LazyTensor(Lazy):
 
     @property
     def device(self) -> torch.device:
-        """The CPU: the device of the result of `.load()`."""
+        """The CPU, the device of `.load()` by default."""
         return torch.device("cpu")
 
     def __len__(self) -> NoReturn:
@@ -271,14 +272,16 @@ class LazyTensor(Lazy):
         Args:
             device: Device of the result; the CPU by default. Ignored if `out` is given.
             out: Tensor of the same shape and dtype to read into, which is also returned.
-            copy: False uses a view of the source instead of a copy; on the CPU, the view is the result. Never write into it:
+            copy: False uses a view of the source, if possible; on the CPU, the view is the result. Never write into it:
                 other reads would see the change. The view of a shard is a memory map, and reading it **kills the process**
                 (SIGBUS) if the shard is truncated in place. Ignored if `out` is given.
 
         Raises:
-            ValueError: `out` has a different shape or dtype.
+            ValueError: `out` has a different shape or dtype, or the cache was closed.
+            TypeError: `out` is lazy.
             RuntimeError: `device` is not available.
             FormatError: A bool tensor contains bytes other than 0 and 1, or the shard was changed.
+            RemoteError: The remote shard cannot be read.
 
         Memory: private to the caller, and aligned to 16 bytes. With `copy=False`, the result may be a view, which aliases the
             source and keeps it alive.
@@ -363,6 +366,7 @@ class LazyArray(Lazy):
         """Read the array and return it; see `LazyTensor.load`. Without `out`, it is C-contiguous and little-endian.
 
         Raises:
+            ValueError, TypeError, RemoteError: As for `LazyTensor.load`.
             FormatError: A bool or text array contains invalid values, or the shard was changed.
         """
         if out is None:
@@ -413,7 +417,7 @@ for _cls in (LazyTensor, LazyArray):
 
 
 def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack loaded tensors into a tensor `[B, …]`.
+    """Load tensors into the rows of a tensor `[B, …]`.
 
     In a worker process, the result is in shared memory, so that sending it needs no copy.
     """

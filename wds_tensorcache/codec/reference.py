@@ -39,9 +39,9 @@ class ByteSource(Protocol):
         """Fill 1-D byte buffers, in order, with the bytes from `begin` on; raise an error if they cannot be read."""
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` as uint8 without a copy; never write into them, even if numpy allows it.
+        """Return the bytes `[begin, end)` as uint8; never write into them, even if numpy allows it.
 
-        The view of a file is a memory map: reading it kills the process (SIGBUS) if the file is truncated in place.
+        A file that cannot be mapped is copied. Reading a map kills the process (SIGBUS) if the file is truncated in place.
         """
 
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:

@@ -1,7 +1,7 @@
 """Encode a sample as two members (files in the tar), the skeleton and the tensors, and decode it.
 
 Skeletons are pickles, but Python's own unpickler never reads them. `skeleton/reader.py` interprets any skeleton, with the
-builders of `skeleton/types.py`. `skeleton/template.py` is a faster reader for skeletons that differ from an earlier skeleton
+builders of `skeleton/types.py`. `skeleton/template.py` reads and writes skeletons faster, if they differ from an earlier one
 only in plain values.
 """
 
@@ -48,7 +48,7 @@ class EncodedSample:
 
 
 def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
-    """Encode a sample as `encode_sample` does, without a copy of its tensors; `allow` is the result of `allow_table`.
+    """Encode a sample as `encode_sample` does, but do not join the buffers; `allow` is the result of `allow_table`.
 
     Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
@@ -95,7 +95,8 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
         objects in the same way have the same bytes, in every process and on every Python version.
 
     Raises:
-        EncodeError: A value cannot be written; the message names its path and the remedy.
+        EncodeError: A value cannot be written, a lazy tensor is damaged, or the sample exceeds a limit of FORMAT.md 2.6.
+        RemoteError: The bytes of a remote lazy tensor cannot be read.
         TypeError: An item of `allow` is not a class.
         ValueError: `align` is not a positive multiple of 8, or the header exceeds the limit of safetensors.
 
@@ -123,8 +124,8 @@ def decode_sample(
         allow: Classes that the skeleton may instantiate; pass them only for files that you trust.
 
     Raises:
-        UnsafeSkeletonError: The skeleton names code outside the format; it was not executed.
-        FormatError: The members are damaged or do not belong together; with `verify`, a digest does not match or is missing.
+        UnsafeSkeletonError: The skeleton names code outside the format, which was not run, or is no pickle of protocol 4 or 5.
+        FormatError: The members are damaged, unrelated, or of another version; with `verify`, a digest is wrong or missing.
         TypeError: A member is not bytes, bytearray or memoryview, or an item of `allow` is not a class.
 
     Memory: lazy tensors keep `tensors` alive; each loaded tensor has its own newly allocated memory.
@@ -168,7 +169,7 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
     digest None.
 
     Raises:
-        FormatError: The two members do not belong together.
+        FormatError: The two members do not belong together, or `parse_preamble` refuses the skeleton.
     """
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
     if expected_digest is None and digest is not None and had_preamble(skeleton, nbytes, digest):
@@ -195,9 +196,9 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource,
 def match_body(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool = True
 ) -> tuple[Template, list[Any]] | None:
-    """Return the template that a skeleton matches, and the parts for `Template.build`; None if no template matches.
+    """Return the template that a skeleton matches, and the list for `Template.build`; None if its form has no such template.
 
-    `build` changes the list of parts, so pass it a copy to build several samples. If `lazy` is True, these samples share only
+    `build` changes the list, so pass it a copy to build several samples. If `lazy` is True, these samples share only
     immutable objects.
     """
     template = layout.form.template

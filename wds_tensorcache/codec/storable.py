@@ -32,7 +32,7 @@ class StorableTensor:
 
 
 def describe_tensor(value: Any) -> StorableTensor:
-    """Return the stored form of a torch.Tensor, np.ndarray or lazy tensor; raise ValueError with a remedy if it has none."""
+    """Return the stored form of a torch.Tensor, np.ndarray or lazy tensor; raise ValueError if it has none."""
     if isinstance(value, torch.Tensor):
         kind, true, flat = "tensor", TORCH_TRUE.get(value.dtype), _bytes_of_tensor(value)
     elif isinstance(value, np.ndarray):
@@ -61,14 +61,14 @@ def describe_tensor(value: Any) -> StorableTensor:
 def view_plain(tensor: torch.Tensor) -> memoryview | None:
     """View a plain tensor as the bytes of `StorableTensor.flat`, in a third of the time of `describe_tensor`.
 
-    Return None if the tensor is empty, needs a gradient, is not contiguous or is not on the CPU. The caller checks that the
-    type is exactly `torch.Tensor`, and that the dtype is in `PLAIN`.
+    Return None for any other tensor, for example if it is empty, needs a gradient, is not contiguous or is on a GPU. The caller
+    checks that the type is exactly `torch.Tensor`, and that the dtype is in `PLAIN`.
     """
     if _HAS_NAMES and any(tensor.names):  # type: ignore[attr-defined]
         return None
     try:
         nbytes = tensor.nbytes
-        # The memory of a storage may have been freed; `numpy()` would also keep it from being allocated again.
+        # The memory of a storage may have been freed; after `numpy()`, torch could not allocate it again.
         if (
             not nbytes
             or not tensor.is_contiguous()
@@ -83,7 +83,7 @@ def view_plain(tensor: torch.Tensor) -> memoryview | None:
 
 
 def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
-    """Return the bytes of a tensor in C order. Memory: aliases a contiguous tensor on the CPU."""
+    """Return the bytes of a tensor in C order. Memory: may alias the tensor."""
     reason = _why_not_tensor(tensor)
     if reason is not None:
         raise ValueError(reason)

@@ -1,8 +1,8 @@
 """Walk nested containers: list, copy and filter samples.
 
-`rebuild` copies containers of every type. `_Copier` copies only containers in which tensors have names, `_find_places` lists
-these names, and `walk` lists all objects. Each walk visits a container once, so shared or cyclic containers cannot make it slow
-or endless.
+`rebuild` copies containers of all types of the format. `_Copier` copies only dicts, lists, tuples and deques: tensors in these
+have names. `_find_places` lists the places of these tensors, `walk` lists all objects. Each walk visits a container once, so
+shared or cyclic containers cannot make it slow or endless.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
     """Return `obj` with every lazy tensor loaded; `obj` itself is not changed.
 
     Containers are rebuilt with the same types. Shared objects stay shared, and cyclic containers stay cyclic. Tensors that
-    are already loaded stay where they are, unless `device` is given; numpy arrays stay in host memory.
-
-    Objects of other classes are returned unchanged, so lazy tensors in them are not loaded. Adjacent tensors of a sample are
-    read at once.
+    are already loaded stay where they are, unless `device` is given; numpy arrays stay in host memory. Objects of other
+    classes are returned unchanged, so lazy tensors in them are not loaded. One read loads adjacent tensors of a sample.
 
     Args:
         obj: A decoded sample, a lazy tensor, or any nesting of containers, namedtuples and dataclasses that contains lazy
@@ -53,9 +51,11 @@ def realize(obj: Any, device: torch.device | str | None = None) -> Any:
 
     Raises:
         RuntimeError: `device` is not available.
+        FormatError, RemoteError: The bytes of a tensor are invalid or changed, or cannot be read.
+        ValueError: The cache of a lazy tensor was closed.
 
     Memory: each lazy tensor is loaded into private memory, which belongs to the caller. All other values that are not
-        containers are shared with `obj`.
+        containers are shared with `obj`, unless `device` moves them.
     """
     check_device(device)
     loads = PendingLoads()
@@ -135,12 +135,12 @@ class Holding:
 
 
 class _Copier:
-    """A copy of a sample's containers, with other objects in place of its lazy tensors."""
+    """A copier of a sample's containers that replaces the lazy tensors."""
 
     # A class, because recursive inner functions form a reference cycle: a batch would stay alive until garbage collection.
     #
     # `tensor` gets a lazy tensor and its place; dicts lose a tensor for which it returns `_DROPPED`. `leaf` gets a path and
-    # replaces any other leaf, a dropped tensor in a sequence, or a sequence without lazy tensors. Without `leaf`, these stay.
+    # replaces any other leaf, a dropped tensor in a sequence, or a sequence without lazy tensors. Without `leaf`, leaves stay.
     def __init__(self, tensor: Callable[[Lazy, _Place], Any], leaf: Callable[[Path], Any] | None = None) -> None:
         self._tensor, self._leaf = tensor, leaf
         self._holds = Holding()
@@ -196,10 +196,10 @@ def map_leaves(
 
 
 def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False) -> Any:
-    """Return `sample` without the tensors whose names `wanted` refuses.
+    """Return `sample` without the lazy tensors whose names `wanted` refuses; None if `sample` itself is removed.
 
-    Dicts lose these tensors; sequences have None in their place. With `prunes`, a container that loses all its items is removed
-    in the same way.
+    Dicts lose these tensors; sequences have None in their place. Tensors in sets and objects stay. With `prunes`, a container
+    that loses all its items is removed in the same way.
     """
     done: dict[int, Any] = {}
     projected = _project(sample, wanted, done, prunes)
@@ -259,9 +259,9 @@ def empty_like(value: Any) -> Any:
 
 
 def flatten(sample: Any) -> dict[str, Any]:
-    """Return a dict of the lazy tensors and arrays of a nested sample by name, for example `latent.samples`, in order.
+    """Return the lazy tensors and arrays in a sample's dicts and sequences by name, for example `latent.samples`, in order.
 
-    A tensor that occurs in several places has a name for each place.
+    A tensor that occurs in several places also has its further names (FORMAT.md 2.3).
     """
     places, names = _find_places(sample)
     return {names[place][0] if place in names else lazy.name: lazy for place, lazy, _ in places}
@@ -275,7 +275,7 @@ def names_of(sample: Any) -> list[str]:
 def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = None) -> tuple[tuple[str, str], ...]:
     """Return the further names of a sample's tensors, each paired with the tensor's name (FORMAT.md 2.3).
 
-    `name_of` returns the name of a tensor, and None for any other value. By default, the tensors are lazy.
+    `name_of` returns the name of a tensor, and None for any other value. By default, only lazy tensors have names.
     """
     return tuple(_find_places(sample, name_of or _name_of_lazy)[1].values())
 
@@ -364,7 +364,7 @@ def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
 
 
 def children(value: Any) -> Iterable[Any]:
-    """Return the items of a container, the keys and values of a dict, or the attribute values of an object."""
+    """Return the items of a container, the keys and values of a dict, or the values in an object's `__dict__`."""
     if isinstance(value, dict):
         return chain.from_iterable(value.items())
     if isinstance(value, CONTAINERS):
@@ -380,7 +380,7 @@ def shown(value: Any) -> str:
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield (object, depth) for each object in nested containers, once, in document order. Plain values are skipped."""
+    """Yield (object, depth) for `value` and each object in it, once, in document order. Plain values are skipped."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:

@@ -52,7 +52,7 @@ def _find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatE
 
 
 def load_whole(path: str) -> ShardIndex:
-    """Load the index of a shard; raise FormatError if the shard is damaged or `check_end` refuses it."""
+    """Load the index of a shard; raise FormatError as `load_index` and `check_end` do."""
     file = ShardFile(path)
     try:
         index = load_index(file)

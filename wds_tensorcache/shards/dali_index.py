@@ -52,7 +52,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
 
 
 def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
-    """Write DALI's index of a shard; raise FileExistsError if it would replace a tar or a folder."""
+    """Write DALI's index of a shard; raise errors as `build_dali_index` does and, in a local folder, `check_replaceable`."""
     name = dali_index_path(shard)
     if not folder.is_remote:
         check_replaceable(folder.locate(name))
@@ -60,7 +60,7 @@ def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
 
 
 def split_lines(content: bytes) -> tuple[int, list[str]]:
-    """Return the number of fields per member (3 in version 1.1, 4 in version 1.2), and one line for each sample."""
+    """Return the number of fields per member, and a line for each sample; raise FormatError if the first line is wrong."""
     first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
     head = _fields_of(first)
     width = _WIDTHS.get("".join(head[:1]), 0)
@@ -71,7 +71,7 @@ def split_lines(content: bytes) -> tuple[int, list[str]]:
 
 
 def split_line(line: str, width: int) -> list[list[str]]:
-    """Return the fields of each member in a line; the last member of a damaged line has fewer than `width` fields."""
+    """Return the fields of each member in a line; the last member of a damaged line may have fewer than `width`."""
     fields = _fields_of(line)
     return [fields[at : at + width] for at in range(0, len(fields), width)]
 
@@ -79,7 +79,7 @@ def split_line(line: str, width: int) -> list[list[str]]:
 def seems_current(path: str, index: ShardIndex, name: str) -> bool:
     """Return whether DALI's index at `path` seems to match the shard.
 
-    The number of samples is compared, and up to 128 tensor members of cache `name`.
+    The number of samples is compared, and up to 128 tensor members of cache `name`, if the shard has this cache.
     """
     if not os.path.isfile(path):
         return False

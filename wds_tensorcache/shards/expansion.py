@@ -9,8 +9,8 @@ from wds_tensorcache.errors import FormatError
 MAX_EXPANDED_NBYTES = 1 << 26
 _MAX_RATIO = 64
 # The objects of a pickle take up to 400 bytes for each of its bytes (FORMAT.md 2.6), objects of JSON and MessagePack up
-# to 70, and gzip packs 1,000 of these bytes into one. So compressed members have lower limits: the option divided by the first
-# number, or the compressed bytes times the second.
+# to 70, and gzip packs 1,000 of these bytes into one. So such members have lower limits: the option divided by the first
+# number, or the compressed bytes times the second, whichever is larger.
 _PICKLE, _JSON = (64, 8), (8, _MAX_RATIO)
 _OBJECTS = {
     **dict.fromkeys(("pyd", "pkl", "pickle", "pth"), _PICKLE),
@@ -19,7 +19,7 @@ _OBJECTS = {
 
 
 def check_option(max_expanded_nbytes: int) -> int:
-    """Return `max_expanded_nbytes` as an int; raise ValueError if it is negative."""
+    """Return `max_expanded_nbytes` as an int; raise TypeError if it is not an integer, ValueError if it is negative."""
     nbytes = operator.index(max_expanded_nbytes)
     if nbytes < 0:
         raise ValueError(f"max_expanded_nbytes={nbytes}, expected 0 or more")

@@ -18,7 +18,7 @@ def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields as JSON reads them back; for example, tuples become lists.
 
     Raises:
-        TypeError, ValueError: JSON cannot represent the fields.
+        TypeError, ValueError: `fields` is not a mapping with str keys, or JSON cannot represent a value.
     """
     if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
         raise TypeError(f"the fingerprint is {fields!r:.200}, expected a dict with str keys")

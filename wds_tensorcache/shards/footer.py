@@ -88,7 +88,7 @@ class Trailer(NamedTuple):
 def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
     """Return the trailer at the end of a shard or sidecar of `nbytes` bytes; its index may be stale or damaged.
 
-    Return None if the last bytes are not a trailer, or if the trailer declares a length of the shard other than `shard_nbytes`.
+    Return None if the last bytes are not a trailer, or if it declares another length of the shard than a given `shard_nbytes`.
     """
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
@@ -137,7 +137,7 @@ def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int
 
 
 def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
-    """Return the index in a footer or sidecar; None if the bytes are damaged or declare another length of the shard.
+    """Return the index in a sidecar, or in a footer without its zeros; None if damaged, or if the shard has another length.
 
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.

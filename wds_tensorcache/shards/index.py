@@ -2,8 +2,8 @@
 
 A *layout* is the content of a safetensors header. Each distinct layout is stored once and has a number. Layouts with the
 same *form* (names, dtypes, numbers of dimensions, references) differ only in shapes and in the offset of the first tensor.
-A sample takes 22 to 24 bytes plus its key: 4 for the end of the key, 8 for the offsets of its two members, and 8 for the
-digest. The length of the skeleton and the number of the layout take 1 or 2 bytes each.
+In most shards of up to 4 GiB, a sample takes 22 to 24 bytes plus its key: 4 for the end of the key, 8 for the offsets of its
+two members, and 8 for the digest. The length of the skeleton and the number of the layout take 1 or 2 bytes each.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LayoutTable:
     dims: Array  # all shapes, layout after layout
     # for each form, the further names of its tensors; None if an old writer did not list further names
     further: tuple[Further, ...] | None = None
-    dims_begin: Array = field(init=False)
+    dims_begin: Array = field(init=False)  # position of each layout's first dimension in `dims`
     nbytes: Array = field(init=False)  # length of the whole member
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class LayoutTable:
         _refuse(len(self.dims) and int(self.dims.max()) >= _LIMIT, "a layout of an impossible size")
         total = self.data_begin.astype(np.float64)  # exact below 2^53; far larger totals need only be detected
         result = self.data_begin.astype(np.int64)
-        # Cost: linear in the length of the index, whatever it declares: one pass over the layouts, one over their dimensions.
+        # Cost: depends on the length of the index only: one sort and one pass over the layouts, one pass over their dimensions.
         order = np.argsort(self.form, kind="stable")
         ends = np.cumsum(np.bincount(self.form.astype(np.int64), minlength=len(self.forms)))
         first = 0
@@ -193,7 +193,7 @@ class ShardIndex:
         origins: Digests of the items and original names of the samples; None if there are none.
         hidden: Byte offset of a tar header after the end of the archive; readers do not see its member. None if a scan saw no
             such header, or if no scan made the index.
-        digest: Digest in the trailer of the footer or sidecar that contains the index, as in a manifest; None after a scan.
+        digest: Digest in the trailer of the footer or sidecar that contains the index, as in a manifest; None if unknown.
     """
 
     keys: Keys
@@ -218,7 +218,7 @@ class ShardIndex:
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
     def origin(self, row: int) -> tuple[int, str | None]:
-        """Return the digest of a sample's item, 0 if unknown, and the original name, None if the key contains it."""
+        """Return the digest of a sample's item, or 0, and its stored name, or None; raise FormatError if that is not UTF-8."""
         origins = self.origins
         if origins is None:
             return 0, None
@@ -243,7 +243,7 @@ class ShardIndex:
         return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Origins | None:
-        """Return the origins of the samples with these keys, in this order; unknown for keys that are not in the index."""
+        """Return the origins of the samples with these keys, in order; None if all are unknown, as without such keys."""
         if self.origins is None:
             return None
         rows = {key: row for row, key in enumerate(self.keys)}

@@ -67,6 +67,7 @@ class IndexBuilder:
         """Add a sample to the index.
 
         `members` contains (suffix, offset, length) for each member outside caches. All offsets are relative to `position`.
+        `origin` is as `ShardIndex.origin` returns it.
         """
         row = len(self._ends)
         self._text += key.encode("utf-8", "surrogateescape")
@@ -136,7 +137,7 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int, path: str = "") -
     """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
 
     The pass also looks for a tar header after the end of the archive. With `path`, links in the tar cause a warning. Raises
-    FormatError if the file breaks a rule of FORMAT.md.
+    FormatError if the tar, a preamble or a header is damaged, or if a member is missing or occurs twice.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()

@@ -1,7 +1,7 @@
 """A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
 
-The name of a file is a digest of the shard's url. A file contains one line of JSON (`_head`), then the index in the form of a
-sidecar (FORMAT.md 4).
+The name of a file contains a digest of the shard's url. A file contains one line of JSON (`_head`), then the index in the form
+of a sidecar (FORMAT.md 4).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30
 _MAX_LINE_NBYTES = 1 << 16
 _SUFFIX = ".kept"
-_MIN_FILES = 8  # an index that takes more than this part of `max_nbytes` is not kept
+_MIN_FILES = 8  # an index longer than `max_nbytes` divided by this number is not kept
 _PRUNES_EVERY = 64  # about one of this many writes adds up the files
 
 
 def default_folder() -> str | None:
-    """Return the folder of kept indexes; None if it is switched off.
+    """Return the folder of kept indexes; None if it is switched off, or if this user has no home.
 
     `$TENSORCACHE_INDEXES` names the folder, or is `off`. The default is a folder in `$XDG_CACHE_HOME` or `~/.cache`.
     """
@@ -52,8 +52,8 @@ def default_folder() -> str | None:
 class KeptIndexes:
     """Indexes of remote shards in a folder that any number of processes may share.
 
-    If the folder cannot be used, indexes are requested again. Above a total of `max_nbytes`, the least recently used indexes
-    are removed.
+    If the folder cannot be used, indexes are requested again. The first write, and some later ones, remove the least recently
+    used indexes if all together exceed `max_nbytes`.
     """
 
     def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:
@@ -90,7 +90,7 @@ class KeptIndexes:
         return index
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
-        """Store an index, serialized as a sidecar.
+        """Store `footer`, an index serialized as a sidecar, unless it is too long, `info` has no tag, or the disk fails.
 
         `digest` is the digest of the shard's own index. The bytes of that index may differ from `footer`.
         """
@@ -106,7 +106,7 @@ class KeptIndexes:
                 self._prune()
 
     def _prune(self) -> None:
-        """If the files exceed `max_nbytes`, remove the least recently used files until nine tenths remain."""
+        """If the files exceed `max_nbytes`, remove the least recently used files until they take nine tenths of it."""
         remove_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}")
         kept = []
         with os.scandir(self.folder) as entries:

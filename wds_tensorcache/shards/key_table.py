@@ -141,7 +141,7 @@ def _factors(count: int) -> Array:
 class KeyTable:
     """A table of the positions of samples by key, across all shards of a cache.
 
-    Keys that ascend are found by bisection, other keys by their hashes.
+    Keys are found by bisection if all ascend and each shard's keys have one length, otherwise by their hashes.
     """
 
     def __init__(self, parts: Iterable[tuple[Keys, Array | None]]) -> None:

@@ -30,7 +30,7 @@ def load_index(file: File) -> ShardIndex:
 
 
 def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: bytes | None = None) -> ShardIndex | None:
-    """Return the index of a shard from its footer, otherwise from its sidecar; None if it has neither.
+    """Return the index of a shard from its footer, otherwise from its sidecar; None if neither is valid.
 
     `tail` contains the last bytes of the shard if the caller has read them.
 
@@ -49,7 +49,7 @@ def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: by
 
 
 def scan(file: File) -> ShardIndex:
-    """Build the index of a shard from its tar headers. Cost: a remote shard is read as a whole."""
+    """Build the index of a shard; raise errors as `scan_shard` does. Cost: a remote shard is read as a whole."""
     from wds_tensorcache.shards.index_builder import scan_shard
 
     try:
@@ -91,7 +91,7 @@ def parse_both(
 
 
 def check_sidecar(index: ShardIndex, file: File) -> None:
-    """Raise FormatError unless the tar headers of the first, middle and last sample match a sidecar.
+    """Raise FormatError unless a sidecar matches the tar headers of three samples: the first, the middle and the last.
 
     Hazard: another shard of the same length may have replaced the shard, but not its sidecar.
     """

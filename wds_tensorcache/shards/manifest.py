@@ -1,4 +1,4 @@
-"""The manifest of a folder of shards, `manifest.json`, which is changed under a lock and written as a whole."""
+"""The manifest of a folder of shards, `manifest.json`. Each change writes the whole file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ShardEntry:
     url: str
     num_samples: int  # including samples without a cache
     nbytes: int  # length of the whole file
-    digest: str | None = None  # of the index, as of `stored_digest`
+    digest: str | None = None  # of the index, as `stored_digest` returns it
     # numbers of samples by name of the cache, and fingerprint: only `locate_shards` sets these
     caches: Mapping[str, int] | None = None
     fingerprint: Mapping[str, Any] | None = None
@@ -73,7 +73,7 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
     Manifests from the wids tool are also accepted, except if they use `base` or `datasets`.
 
     Raises:
-        FormatError: The file is not a manifest, uses `base` or `datasets`, or lists a file outside its folder.
+        FormatError: The file is not a valid manifest, uses `base` or `datasets`, or lists a file outside its folder.
         OSError: The file cannot be read, or the request failed.
     """
     try:
@@ -95,7 +95,7 @@ def locate_shards(
     """Yield a `FoundShard` for each of the `entries` of the manifest at `path`, in order.
 
     Urls are relative to the folder of the manifest. The caches and fingerprints in `extra`, the value of the manifest's key
-    `tensorcache`, are added to the entries.
+    `tensorcache`, are added to the entries. Errors are stored in `FoundShard.error`, not raised.
     """
     firsts: dict[Any, str] = {}  # the first url of each file
     is_remote = is_url(path)
@@ -306,7 +306,7 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
-        """Return the manifest of a folder; an empty manifest if the folder has none."""
+        """Return the manifest of a folder, or an empty manifest; raise FormatError if it is malformed."""
         return cls.parse(folder.read(MANIFEST, MAX_NBYTES), shown(folder.locate(MANIFEST)))
 
     @classmethod
@@ -363,10 +363,10 @@ class Manifest:
 
 
 def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
-    """Change the manifest of a folder.
+    """Change the manifest of a folder, and sort its entries by url.
 
-    `change` is called again if another process has changed the manifest at the same time. If the manifest is damaged, or
-    `change` raises an error, the manifest is not written.
+    In an object store, `change` is called again if another process has changed the manifest at the same time. If the manifest
+    is damaged (FormatError), or `change` raises an error, the manifest is not written.
     """
 
     def apply(content: bytes | None) -> bytes:

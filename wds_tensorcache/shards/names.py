@@ -41,7 +41,7 @@ is_plain_key = re.compile(rf"(?!__)[A-Za-z0-9_-]{{1,{_SAFE_LENGTH}}}", re.ASCII)
 
 
 def check_key(key: object) -> None:
-    """Raise InvalidKeyError unless every reader of tar shards reads `key` back unchanged."""
+    """Raise InvalidKeyError if a key breaks a rule of FORMAT.md 1.2; its length is not checked."""
     if not isinstance(key, str) or not key:
         remedy = "number the samples, for example '000017'"
         raise InvalidKeyError(f"__key__ is {key!r:.100}, expected a non-empty str; {remedy}")
@@ -65,7 +65,7 @@ def check_key(key: object) -> None:
 
 
 class NamedKey(str):
-    """A key from `safe_key` that contains only a hash of its name. Writers store `original`, the name, in the index."""
+    """A key from `safe_key` with a hash in place of a long name. Writers store `original`, the name, in the index."""
 
     __slots__ = ("original",)
     original: str
@@ -113,7 +113,7 @@ def hashed_key(name: str) -> NamedKey:
 
 
 def older_key(key: str) -> str | None:
-    """Return the key that earlier versions of `safe_key` made of a key's name; None if it is the same key."""
+    """Return the key that earlier versions of `safe_key` made of a key's name; None if it is the same key, or unknown."""
     # earlier versions hashed all names whose key would have more than 80 characters
     with contextlib.suppress(InvalidKeyError):
         if _HASHED_LENGTH < len(key) <= _SAFE_LENGTH:
@@ -181,13 +181,13 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
 
 
 def split_member(name: str) -> tuple[str, str] | None:
-    """Return the key and the suffix in a member's name; None if the member belongs to no sample."""
+    """Return the key and the suffix in a member's name; None if the name does not have both."""
     match = _KEY_AND_SUFFIX.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def strip_dots(name: bytes) -> bytes:
-    """Return a name without a leading `./`, which `tar -c .` puts before each name."""
+    """Return a name without any leading `./`, which `tar -c .` puts before each name."""
     return _DOTS.sub(b"", name)
 
 

@@ -29,7 +29,7 @@ class PackedSample:
 def pack(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:
     """Build the members of a sample from its encoded caches, by name, and its other members, by extension.
 
-    Memory: aliases the tensors of the caches.
+    Memory: aliases the tensors of the caches, and `others`.
     """
     parts: list[Any] = []
     position = 0

@@ -66,7 +66,7 @@ class RemoteIndexes:
         return index
 
     def _in_folder(self, file: RemoteFile) -> ShardIndex | None:
-        """Return the index in `folder`; None if the folder has none for a shard of this length.
+        """Return the index in `folder`; None if the folder has no valid index for a shard of this length.
 
         Raises:
             FormatError: The index is malformed, or does not match the tar headers of the shard.

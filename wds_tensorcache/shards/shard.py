@@ -53,7 +53,7 @@ class _Loaded(Generic[_T]):
 class Shard:
     """One cache of one shard. A `row` is a sample's number among the samples that have this cache.
 
-    Threads/fork/pickle: safe everywhere; pickles as its path, so a copy loads the index again.
+    Threads/fork/pickle: safe everywhere; a pickle leaves out the index, so a copy loads it again.
     """
 
     has_cache = True
@@ -108,7 +108,7 @@ class Shard:
     def with_names(self) -> Shard:
         """Return a copy of this shard whose index contains the further names of tensors.
 
-        The shard is scanned for these names, because old indexes lack them.
+        The shard is scanned for these names, because old indexes lack them. Raises FormatError if the index does not match.
         """
         from wds_tensorcache.shards.load_index import scan
 
@@ -246,7 +246,7 @@ class Shard:
         return template
 
     def note_template(self, rows: int | Array, template: Template) -> None:
-        """Record that the skeletons of `rows` match `template`."""
+        """Record that the skeletons of `rows` match `template`, unless 255 other templates are recorded."""
         for number, noted in enumerate(self._templates, start=1):
             if noted is template:
                 self._template_numbers[rows] = number

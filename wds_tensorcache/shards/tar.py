@@ -1,4 +1,4 @@
-"""Build, parse and scan tar headers (FORMAT.md 1). The scanner reads tars as `tarfile` does, but faster, and with offsets."""
+"""Build, parse and scan tar headers (FORMAT.md 1). The scanner is faster and stricter than `tarfile`, and yields offsets."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def is_header(block: bytes) -> bool:
 def build_tar_header(name: str, nbytes: int) -> bytes:
     """Return the header of an ordinary file, as webdataset's `TarWriter(mtime=0)` writes it.
 
-    The name has at most 100 ASCII bytes. The header has 512 bytes, or 1,536 bytes for a file of 8 GiB or more, whose size needs
-    a pax record.
+    `name` must have at most 100 bytes, all ASCII. The header has 512 bytes, or 1,536 bytes for a file of 8 GiB or more, whose
+    size needs a pax record.
     """
     if nbytes >= _MAX_OCTAL_NBYTES:
         return _build_by_tarfile(name, nbytes, 0o444, "bigdata")
@@ -119,7 +119,7 @@ def build_tar_header(name: str, nbytes: int) -> bytes:
 
 
 def rebuild_header(name: str, nbytes: int) -> bytes:
-    """Return a new header for a member whose header was lost, preceded by a pax header if the name does not fit."""
+    """Return a new header for a member whose header was lost, preceded by a pax header if name or size do not fit."""
     if name.isascii() and len(name) <= _MAX_FIELD_NBYTES:
         return build_tar_header(name, nbytes)
     return _build_by_tarfile(name, nbytes)
@@ -411,7 +411,7 @@ def find_header(
 ) -> int | None:
     """Return the offset of the first tar header in the bytes `[begin, end)` of a file; None if there is none.
 
-    `begin` is the offset of a block. `accept` returns whether a block is such a header.
+    `begin` is the offset of a block. `accept` returns whether a block with the magic `ustar` is such a header.
     """
     for at in range(begin, end, _CHUNK_NBYTES):
         header_begin = find_header_in(read(at, min(at + _CHUNK_NBYTES, end)), accept)
@@ -421,7 +421,7 @@ def find_header(
 
 
 def find_header_in(blocks: bytes, accept: Callable[[bytes], bool] = is_header) -> int | None:
-    """Return the offset of the first tar header that a function accepts in a sequence of blocks, or None."""
+    """Return the offset of the first block with the magic `ustar` that `accept` takes for a header; None if there is none."""
     at = blocks.find(_MAGIC)
     while at >= 0:
         begin = at - _MAGIC_BEGIN

@@ -50,6 +50,7 @@ class TarStream:
     Raises:
         TarFormatError: The stream ends without an end-of-archive block, breaks a rule of the format, or expands too much.
             Raised while iterating or reading, with the offset in the decompressed tar.
+        ValueError: The content of a file was requested twice, or after the next file.
     """
 
     def __init__(
@@ -92,10 +93,12 @@ class TarStream:
             block = self._take(BLOCK)
 
     def finish(self) -> TarFormatError | None:
-        """Read the stream to its end; return the error for members after the end of the archive, otherwise None.
+        """Return the error for a tar header after the end of the archive; None if the rest of the stream has none.
+
+        A compressed stream is read to its end.
 
         Raises:
-            FormatError: The compressed stream is cut short, or does not match its checksum.
+            TarFormatError: The compressed stream is cut short, does not match its checksum, or expands too much.
         """
         end, hidden = self._at - BLOCK, None
         while (hidden is None or self._compressed is not None) and (blocks := self._take(_MAX_SKIP_NBYTES)):

@@ -25,7 +25,7 @@ def find_temporary(folder: str, names: str) -> list[str]:
 def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = lambda path: True) -> None:
     """Delete the temporary files for which `is_ours` returns True, but no folders and no links.
 
-    The caller must hold the lock of the writers, so that no writer is active. Files of `write_atomically` need no lock.
+    The caller must hold the lock of the writers, so that no writer is active. `write_atomically` needs no lock for a list.
     """
     for path in filter(is_ours, find_temporary(folder, names)):
         with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete

@@ -124,6 +124,7 @@ class ShardFile:
 
     Raises:
         FormatError: `path` is not an ordinary file.
+        OSError: The file cannot be opened, or does not exist.
 
     Threads/fork: any thread; a forked child shares descriptors and maps.
     """
@@ -177,7 +178,7 @@ class ShardFile:
         """Return an open descriptor of the file. It stays open as long as the caller keeps a reference to it.
 
         Raises:
-            FormatError: Another file has replaced this file, or the file was changed.
+            FormatError: The file had to be opened again, and was replaced, changed or deleted.
         """
         descriptor = self._descriptor
         if descriptor is None:
@@ -191,7 +192,7 @@ class ShardFile:
         return descriptor
 
     def check_unchanged(self) -> None:
-        """Raise FormatError if the file was written to, or replaced while it was closed. Cost: one system call."""
+        """Raise FormatError if the file was written to, or replaced or deleted while it was closed. Cost: one system call."""
         descriptor = self._descriptor
         try:
             status = os.stat(self.path) if descriptor is None else os.fstat(descriptor.fd)
@@ -210,7 +211,7 @@ class ShardFile:
         return TarFormatError(problem, kind="truncated").at(self.path)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)`; raise FormatError if the file is too short."""
+        """Return the bytes `[begin, end)`; raise FormatError if the file is too short, or as `descriptor` does."""
         descriptor = self.descriptor()
         content = os.pread(descriptor.fd, end - begin, begin)
         while len(content) < end - begin:  # one call reads at most 2 GiB
@@ -221,7 +222,7 @@ class ShardFile:
         return content
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError if the file is too short."""
+        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError as `read` does."""
         left = sum(map(len, buffers))
         if left >= _COPIED_NBYTES and begin + left <= self.nbytes:
             view = self.view(begin, begin + left)
@@ -242,7 +243,7 @@ class ShardFile:
                 begin, buffers = begin + count, skip_bytes(buffers, count)
 
     def address(self) -> int:
-        """Return the address of a map of the file; 0 if the file cannot be mapped and must be read.
+        """Return the address of a map of the file; 0 if the file is not mapped and must be read.
 
         Files on network file systems and outside Linux are not mapped, because a page fault or a truncated file costs too
         much there. A file is also not mapped if the process has reached its limits on maps.
@@ -264,7 +265,7 @@ class ShardFile:
             return self._map.address if self._map is not None else 0
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None:
-        """Return the bytes `[begin, end)` of the map, uint8 `[end - begin]`; None if the file cannot be mapped.
+        """Return the bytes `[begin, end)` of the map, uint8 `[end - begin]`; None if the file is not mapped.
 
         Memory: aliases the map and keeps it alive. The array is marked writable to avoid torch's warning; never write to it.
         """
@@ -281,7 +282,7 @@ class ShardFile:
         return [stored[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
     def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]:
-        """Return a context manager for one pass over the file. It returns a function like `read`."""
+        """Return a context manager whose value is a function like `read`, for one pass over the file."""
         return nullcontext(self.read)
 
     def is_resident(self, begin: int) -> bool:

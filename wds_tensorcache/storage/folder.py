@@ -44,8 +44,8 @@ class LocalFolder:
         path: Path or url of the folder.
         is_remote: True if `path` is a url.
 
-    Raises (all methods):
-        OSError: The system refused the call.
+    Raises (all methods; the last two errors only in `ObjectFolder`):
+        OSError: The system refused the call, or another process kept the folder locked.
         RemoteError: A request failed.
         ValueError: A method that changes files was called, but the url cannot be written.
 
@@ -67,14 +67,14 @@ class LocalFolder:
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
-        """Return the sorted names of all files; an empty list if the folder does not exist."""
+        """Return the sorted names of all files and local subfolders; an empty list if the folder does not exist."""
         try:
             return sorted(os.listdir(self.path or os.curdir))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
-        """Return the content of a file; None if it does not exist. Raise an error if it is longer than `max_nbytes`."""
+        """Return the content of a file; None if it does not exist. Above `max_nbytes`, raise FormatError or RemoteError."""
         try:
             file = ShardFile(self.locate(name))
         except OSError as exc:
@@ -93,10 +93,10 @@ class LocalFolder:
         write_atomically(self.locate(name), [content], self._fsync)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        """Change the content of a file. Any number of processes may change it at once, and no change is lost.
+        """Change the content of a file. Changes by several processes at once are not lost, unless a local disk has no locks.
 
-        `apply` takes the old content, None if the file does not exist, and returns the new content. `apply` is called again
-        if another process has changed the file first.
+        `apply` takes the old content, None if the file does not exist, and returns the new content. At a url, `apply` is called
+        again if another process has changed the file first.
         """
         from wds_tensorcache.storage.atomic import remove_temporary
         from wds_tensorcache.storage.locks import locked_folder

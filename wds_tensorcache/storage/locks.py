@@ -1,4 +1,4 @@
-"""Locks on files and folders (`flock`), which the system releases when the process that holds them ends.
+"""Locks on files and folders (`flock`), which the system releases when the processes that hold them end.
 
 Some network file systems have no such locks. Nothing is locked there.
 """
@@ -58,8 +58,8 @@ class Flock(OwnedFile):
     """An exclusive lock on a file or folder until `close`. The constructor waits for the lock for at most `wait_s` seconds.
 
     Attributes:
-        is_locked: True if this object holds the lock, False if another process holds it, None if the file system has no
-            locks.
+        is_locked: True if this object took the lock, False if another process or object held it, None if the file system has
+            no locks.
     """
 
     is_locked: bool | None = False
@@ -83,7 +83,7 @@ class Flock(OwnedFile):
 
 
 def _flock(fd: int, kind: int) -> bool | None:
-    """Take a lock. Return False if another process holds it, None if the file system has no locks."""
+    """Take a lock and return True; False if another open file holds it, None if the file system has no locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -100,7 +100,7 @@ def locked_folder(folder: str) -> Iterator[bool]:
     Yields True with the lock, and False if the file system has no locks on folders, for example NFS.
 
     Raises:
-        FileExistsError: Another process still held the lock after 60 s.
+        FileExistsError: Another process or thread still held the lock after 60 s.
     """
     with Flock(folder, wait_s=_FOLDER_WAIT_S) as lock:
         if lock.is_locked is False:
@@ -125,8 +125,8 @@ def find_writer(folder: str) -> str | None:
 
 
 def holder_of(path: str) -> str:
-    """Return "this process" if this process holds the lock of a file; otherwise "another process"."""
-    files = [ref() for ref in _OPEN.keyrefs()]  # a copy, because other threads open files meanwhile
+    """Return "this process" if it has a `Flock` of the file that no other process held; otherwise "another process"."""
+    files = [ref() for ref in _OPEN.keyrefs()]  # a copy, because other threads may open files now
     own = [os.path.realpath(file.path) for file in files if isinstance(file, Flock) and file.is_locked is not False]
     return "this process" if os.path.realpath(path) in own else "another process"
 

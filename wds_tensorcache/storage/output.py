@@ -25,7 +25,7 @@ _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
 
 
 def write_at_once(nbytes: int) -> None:
-    """Let this process write pieces of `nbytes` bytes or more without a copy, while other processes use the processor."""
+    """Make this process write pieces of `nbytes` bytes or more without a copy, because other processes need the cores."""
     global _large_nbytes
     _large_nbytes = nbytes
 
@@ -112,7 +112,7 @@ class Output:
         self.check()
 
     def flush(self) -> None:
-        """Wait until all appended bytes have been passed to the operating system."""
+        """Wait until the operating system has all appended bytes; raise OSError as `check` does."""
         self._hand_over()
         self._wait(0)
 
@@ -143,7 +143,7 @@ class Output:
             start_writeback(fd, begin, nbytes)
 
     def finish(self) -> None:
-        """Give the file its final path; raise FileExistsError if the path exists."""
+        """Give the file its final path; raise FileExistsError if the path exists, OSError if bytes could not be written."""
         self.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
@@ -153,7 +153,7 @@ class Output:
             fsync_folder(os.path.dirname(self.path))
 
     def drop(self) -> None:
-        """Delete the temporary file; if that fails, the next writer deletes it."""
+        """Delete the temporary file; if that fails, the next writer deletes it. Do nothing in a forked child."""
         if self._pid != os.getpid():
             return  # a forked child also exits the `with` block that it inherited
         self._close()

@@ -1,4 +1,4 @@
-"""Locks on byte ranges of a file. The kernel releases them when all processes that have the file open have ended."""
+"""Locks on byte ranges of a file. The kernel releases them when the last process with the open file closes it or ends."""
 
 from __future__ import annotations
 

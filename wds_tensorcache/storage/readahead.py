@@ -35,7 +35,7 @@ class Readers:
     Attributes:
         pool: The threads; None reads each piece in the thread that asks for it.
         threads: Number of these threads for each file, on average. Up to two pieces of a file per thread are read ahead.
-        is_stopped: Set to True to end reading: the next piece raises CancelledError.
+        is_stopped: Set to True to end reading: `ReadAhead` then raises CancelledError for the next piece.
     """
 
     pool: Executor | None = None

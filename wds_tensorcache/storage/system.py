@@ -75,7 +75,8 @@ def num_cores() -> int:
 def end_with_parent(parent: int | None) -> None:
     """On Linux, have this process killed when the thread that started it ends, also if its parent is killed.
 
-    `parent` is the pid of the parent, which may have ended already; None if another process forks, as for `forkserver`.
+    `parent` is the pid of the parent; None if another process forks, as for `forkserver`. If the parent has ended already, this
+    process exits at once.
     """
     if _IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -43,7 +43,7 @@ class Threads(ThreadPoolExecutor):
 
 
 def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Return a function that calls `make` once in each process, and returns the result.
+    """Return a function that returns one result of `make` in each process, to all of its threads.
 
     A forked child has no threads of its parent, and locks that these threads held remain locked. So executors, and locks
     that a thread may hold during a fork, are made again in the child.

@@ -92,7 +92,7 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
 
 
 def conceal(url: str) -> str:
-    """Remove user name, password, query and fragment from the caller's url; return a `SecretUrl` if it has any secrets.
+    """Remove user name, password, query and fragment from a web server's url; return a `SecretUrl` if it has any secrets.
 
     Raises:
         ValueError: The url of an object store has a user name or a password.
@@ -192,7 +192,7 @@ def name_of(url: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return a url's scheme with its server or bucket, its path, and a web server's query with its `?`."""
+    """Return a url's scheme, user and server (or bucket) as one text, its path, and a web server's query and fragment."""
     scheme, user_info, host, path, rest = _split(url)
     return f"{scheme}://{user_info}{host}", path, rest
 
@@ -212,7 +212,7 @@ def bucket_and_key(url: str) -> tuple[str, str]:
 
 @lru_cache(4096)
 def origin_of(url: str) -> str:
-    """Return scheme and server of a url, or scheme and bucket, for example `https://host:8000`, without credentials."""
+    """Return scheme and server of a web url without credentials, or scheme and bucket, for example `https://host:8000`."""
     scheme, user_info, host, *_ = _split(url)
     return f"{scheme.lower()}://{host.lower() if is_web(url) else user_info + host}"
 

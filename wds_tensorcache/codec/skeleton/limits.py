@@ -2,7 +2,7 @@
 
 A pickle can fetch an object from its memo again and again. So a short skeleton can pass one long string to many calls, or one
 long key to many dicts. Keys other than str and bytes may have colliding hashes, so that building a dict takes quadratic time.
-Costs are therefore counted before anything is built.
+Costs of calls and keys are therefore counted before the call or the dict is built.
 """
 
 from __future__ import annotations

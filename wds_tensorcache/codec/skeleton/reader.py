@@ -1,8 +1,8 @@
 """Read a skeleton, which is the pickle of a sample: an interpreter for the pickle subset of FORMAT.md 2.4.
 
 Python's own unpickler is unsafe even if `find_class` allows only listed names. It builds any object that its opcodes reach,
-allocates as much memory as the input claims to need, and lets callables escape as values. Here, no callable leaves this
-file: each fetched callable must be called. Builders check their arguments, and a length must not exceed the remaining bytes.
+allocates as much memory as the input claims to need, and lets callables escape as values. Here, each fetched callable must be
+called, or be the factory of a defaultdict. Builders check their arguments, and a length must not exceed the remaining bytes.
 To audit the reader, read this file, `types.py`, `limits.py` and `template.py`. A template reads a body only
 if this file has accepted an equal body with other plain values.
 """
@@ -57,8 +57,8 @@ _LISTS = (list, deque)
 def unpickle(pickled: bytes | memoryview, begin: int, reference: Callable[[str], object], allow: Allowed) -> Any:
     """Build the object that the body of a skeleton, `pickled[begin:]`, describes.
 
-    `reference` returns the value of a tensor reference, for example `"tensor:image"`. The caller trusts the classes in `allow`
-    with arbitrary arguments and state.
+    `reference` returns the tensor for the string of a reference, for example `"tensor:image"`. The caller trusts the classes in
+    `allow` with arbitrary arguments and state.
 
     Raises:
         UnsafeSkeletonError: An opcode or a global is outside the subset.

@@ -3,8 +3,8 @@
 Most samples of a cache have the same structure: the same opcodes, with different numbers and strings between them. A template
 is the body of a skeleton without these numbers and strings.
 
-- *Reading.* A body that equals the template everywhere else has the same opcodes as a body that the interpreter (`reader.py`)
-  has read. So the interpreter would accept it, too.
+- *Reading.* A body that equals the template everywhere else differs only in plain values from a body that the interpreter
+  (`reader.py`) has read. So the interpreter would accept it, too.
 - *Writing.* The body of a sample with the same structure is the template with the sample's values in it, byte for byte as
   `SkeletonWriter` writes it.
 
@@ -127,7 +127,7 @@ class Template:
         return values if body[pos:] == self.segments[-1] else MISS
 
     def build(self, parts: list[Any]) -> Any:
-        """Return the sample built from `parts`: first all values, then all tensors. Containers are appended to `parts`."""
+        """Return the sample built from a list of all its values, then all its tensors; append its containers to the list."""
         return assemble(self.containers, parts)
 
     def write(self, sample: Any, align: int) -> Written | None:
@@ -264,7 +264,7 @@ class _MarkingWriter(SkeletonWriter):
 def learn(sample: Any, body: bytes) -> Template | None:
     """Return the template for a sample and the body of its skeleton.
 
-    Return None if the sample contains an object that a template cannot represent, or if `SkeletonWriter` writes another body.
+    Return None if a template cannot represent the sample, or if `SkeletonWriter` writes another body.
     """
     parts: list[Any] = [sample]
     outline: list[tuple[int, Any, int]] = []
@@ -347,7 +347,7 @@ def _plain_dtype(tensor: Any, true: TrueDtype) -> torch.dtype | None:
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Samples whose outermost containers have the same type, and the same keys or the same length."""
+    """Samples whose outermost container has the same type, and the same keys or the same length."""
 
     template: Template | None = None  # of an earlier sample
     num_misses: int = 0  # samples since the last match of the template
@@ -373,7 +373,7 @@ _FAMILIES: dict[tuple[Any, ...], Family] = {}
 
 
 def family_of(sample: Any) -> Family | None:
-    """Return the family of a sample; None if it cannot have a template."""
+    """Return the family of a sample; None if the sample cannot have a template."""
     cls = type(sample)
     if cls is dict:
         key = tuple(sample)

@@ -1,10 +1,10 @@
 """The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
 
-An object of a *listed* type (here, a type in the table of FORMAT.md 2.5) is written as a call of that type. `_rows` has a row
-for each type, except `defaultdict`, `numpy.dtype`, `torch.dtype` and `Ellipsis`. A row contains a function that returns the
-arguments to write, which are the same on every Python version. It also contains the *builder*, which makes the object from
-the arguments that were read. Builders refuse all arguments that could run code, open a file, or allocate more memory than the
-arguments themselves take.
+An object of a *listed* type (here, a type in the table of FORMAT.md 2.5) is written as a call of that type; only `Ellipsis` and
+dtypes of torch are not called. `_rows` has a row for each other type, except `defaultdict` and `numpy.dtype`. A row contains a
+function that returns the arguments to write, which are the same on every Python version. It also contains the *builder*, which
+makes the object from the arguments that were read. Builders refuse all arguments that could run code, open a file, or allocate
+more memory than the arguments themselves take.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Allowed = Mapping[tuple[str, str], type]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Builder:
-    """A callable that a skeleton may call with the opcode REDUCE."""
+    """A callable that a skeleton may name."""
 
     build: Callable[[tuple[Any, ...]], Any]  # function of the argument tuple; it checks every argument
     cls: type | None = None  # class in `allow=`, which NEWOBJ may instantiate
@@ -76,10 +76,10 @@ REFERENCE = Builder(refuse_reference)  # `_run` resolves references itself
 
 
 def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], object], allow: Allowed) -> Any:
-    """Return the builder for a global that a skeleton names, from `builders` or for a class in `allow`.
+    """Return the builder or value for a global that a skeleton names, from `builders` or for a class in `allow`.
 
     Raises:
-        UnsafeSkeletonError: There is no builder for this global.
+        UnsafeSkeletonError: Neither `builders` nor `allow` contains the global, or its name is not a string.
     """
     if module.__class__ is not str or name.__class__ is not str:
         raise UnsafeSkeletonError("the module or the name of a global is not a string")
@@ -382,6 +382,6 @@ for _cls, _module, _name, _arguments, _build in _rows():
     BUILDERS.setdefault((_module, _name), Builder(_build, counted=deque if _cls is deque else None))
 for _cls, _name in FACTORIES.items():
     BUILDERS.setdefault(("builtins", _name), Builder(_refuse_factory, factory=_cls))
-# Python 3.13 and 3.14 pickle these classes with this module.
+# In pickles of Python 3.13, these classes have this module.
 for _name in ("PurePosixPath", "PureWindowsPath"):
     BUILDERS["pathlib._local", _name] = BUILDERS["pathlib", _name]

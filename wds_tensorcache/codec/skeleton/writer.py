@@ -66,7 +66,7 @@ class SkeletonWriter:
         self._call_cost = self._num_deques = self._num_defaultdicts = self._num_key_parts = 0
 
     def body(self) -> bytes:
-        """Return the pickle that follows the preamble, with a MEMOIZE for each object that a GET fetches."""
+        """Return the pickle that follows the preamble; raise EncodeError if its calls exceed a limit (FORMAT.md 2.6)."""
         parts, gets = self._parts, self._gets
         memo = {}
         for index, slot in enumerate(sorted(set(gets.values()))):
@@ -87,7 +87,7 @@ class SkeletonWriter:
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
-        """Write the value at `path`.
+        """Write the value at `path`; raise EncodeError if the format cannot represent it.
 
         Values in a set, a dict key or an allowed object have no paths; tensors there take their numbers from `opaque`.
         """
@@ -240,7 +240,7 @@ class SkeletonWriter:
             self.save(item, path, inside, depth + 1)
 
     def _canonical(self, value: Any, path: str, depth: int) -> tuple[bytes, bytes]:
-        """Return the sort key of an element of a set, which depends only on the element's value."""
+        """Return the sort keys of an element of a set (FORMAT.md 2.8)."""
         atom = op.ATOM_WRITERS.get(type(value))
         if atom is not None:
             return atom(value), b""

@@ -4,9 +4,9 @@ The file is sparse. A block is present if its byte in the map is 1, which is wri
 lose blocks and keep the map. So the header names the boot, and files of an earlier boot are not used. The map is at the end, so
 a truncated file has no valid map.
 
-Eviction removes the name of a file. A reader that has the file open detects this with `is_current`. The file is then truncated,
-unless a process has mapped it into memory: reading the truncated file there would kill the process. A process holds a lock on
-each file that it has mapped.
+Eviction removes the name of a file, and truncates the file unless a process has mapped it into memory: reading the truncated
+file there would kill the process. A reader that has the file open detects eviction with `is_current`. A process holds a lock
+on each file that it has mapped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def write_layout(path: str, digest: bytes, nbytes: int) -> None:
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object; return None if the file does not exist, is not a block file, or is damaged.
+    """Open the file of an object; return None if there is no valid file of this user, object and boot.
 
     Raises:
         OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
@@ -149,7 +149,7 @@ class BlockFile(ShardFile):
         return absent_runs
 
     def leading_nbytes(self) -> int:
-        """Return the number of bytes before the first block that is not known to be present."""
+        """Return the length in bytes of the blocks before the first block that is not known to be present."""
         first = self.find_absent(0, self._num_leading)  # a block that is known to be present stays so
         self._num_leading = first if first >= 0 else len(self._present)
         return self._num_leading * BLOCK

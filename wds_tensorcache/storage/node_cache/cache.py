@@ -61,14 +61,14 @@ class NodeCache:
         """Read ranges of files; fetch absent blocks first.
 
         Raises:
-            RemoteError, FormatError, FileNotFoundError: As `fetch_many`.
+            FormatError, MissingShardError, RemoteError: As for `fetch_many`.
         """
         now_s = time.monotonic()
         by_file: dict[CachedFile, list[Range]] = {}
         for extent in _read_present(ranges, {file: self.find_local(file, now_s) for file, *_ in ranges}):
             by_file.setdefault(extent[0], []).append(extent)
         files = list(by_file)
-        # Each file takes two descriptors until its blocks are there.
+        # Each file takes two descriptors until its blocks are present.
         count = max(1, self._max_open // 2)
         for at in range(0, len(files), count):
             part = files[at : at + count]
@@ -128,7 +128,7 @@ class NodeCache:
         """Return the local file, opened or created if needed; None if it is not open and the cache is paused.
 
         Raises:
-            Bypass: There is no room for the file.
+            Bypass: There is no room for the file, or the folder stays locked.
             OSError: The folder or its disk cannot be written.
         """
         file.digest = digest = file.digest or digest_of(file.url, file.state)
@@ -150,14 +150,14 @@ class NodeCache:
                 self._open.pop(digest, None)
 
     def find_local(self, file: CachedFile, now_s: float) -> BlockFile | None:
-        """Return the local file if it is open. It may have been evicted. `now_s` is the current time by `time.monotonic`."""
+        """Return the local file, perhaps evicted; None if it is not open. `now_s` is the current time by `time.monotonic`."""
         block_file = self._open.get(file.digest) if file.digest else None
         if block_file is not None:
             block_file.note_use(now_s)
         return block_file
 
     def close(self) -> None:
-        """Close all local files that no read needs."""
+        """Close each local file as soon as no read needs it."""
         self._open.clear()
 
 
@@ -193,7 +193,7 @@ def _end(extent: Range) -> int:
 
 
 def _read_present(ranges: Sequence[Range], local: Mapping[CachedFile, BlockFile | None]) -> list[Range]:
-    """Read the ranges whose blocks are known to be present; return all other ranges."""
+    """Read the ranges whose blocks are known to be present; return the ranges that were not read."""
     rest, done = list[Range](), dict[BlockFile, list[Range]]()
     for extent in ranges:
         remote, begin, buffers = extent

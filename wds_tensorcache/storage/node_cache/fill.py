@@ -59,7 +59,7 @@ def fill(folder: CacheFolder, wanted: Sequence[Wanted]) -> None:
 
     Raises:
         Bypass: Not all blocks could be fetched into the cache.
-        Exception: An error of `fetch_many`.
+        FormatError, MissingShardError, RemoteError: As for `fetch_many`.
     """
     while wanted:
         held: list[RangeLocks] = []

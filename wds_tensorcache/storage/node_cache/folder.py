@@ -31,10 +31,10 @@ _SPACE = "space"
 _FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}").fullmatch
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 _WAIT_S = 60.0  # a process that holds a lock longer was probably stopped
-_KEPT_FREE = 50  # the cache leaves this part of the file system free
+_KEPT_FREE = 50  # the cache leaves a 50th of the file system free
 # ext4 lists up to this many runs of a file's blocks in one further block, which the file also takes on disk
 _RUNS_PER_TABLE = 170
-_SPARE = 64  # eviction frees this part of the limit at once, so that it does not run for every block
+_SPARE = 64  # eviction frees a 64th of the limit at once, so that it does not run for every block
 
 
 class Bypass(Exception):
@@ -50,11 +50,7 @@ class Bypass(Exception):
 
 
 def lock_within(locks: RangeLocks, begin: int, length: int, *, shared: bool = False) -> None:
-    """Take a lock.
-
-    Raises:
-        Bypass: The lock was not free within the time. A process that was stopped may hold it forever.
-    """
+    """Take a lock; raise Bypass if it is not free within 60 s. A process that was stopped may hold it forever."""
     if not wait_for(lambda: locks.lock(begin, length, shared=shared), _WAIT_S):
         raise Bypass(f"{locks.path} was locked for {_WAIT_S:.0f} s; a process was stopped", rest_s=60.0)
 
@@ -105,8 +101,8 @@ class CacheFolder:
 
     Attributes:
         path: Absolute path.
-        max_nbytes: Maximum number of bytes that the files of the folder may take on disk together; None for all but a
-            fiftieth of the file system.
+        max_nbytes: Maximum number of bytes that the cache's files may take on disk together; None for no limit. A fiftieth
+            of the file system stays free in any case.
     """
 
     def __init__(self, path: str, max_nbytes: int | None) -> None:
@@ -117,7 +113,7 @@ class CacheFolder:
         """Open the file of an object, or create it.
 
         Raises:
-            Bypass: There is no room for the file.
+            Bypass: There is no room for the file, or the folder stays locked.
             OSError: The folder or its disk cannot be written.
         """
         path = os.path.join(self.path, digest.hex() + SUFFIX)
@@ -141,7 +137,7 @@ class CacheFolder:
         """Allocate disk space for absent blocks, which the caller has locked; evict other files if needed.
 
         Raises:
-            Bypass: There is no room for all blocks.
+            Bypass: There is no room for all blocks, or the folder stays locked.
             OSError: The folder or its disk cannot be written.
         """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
@@ -229,7 +225,7 @@ class CacheFolder:
 
 
 def _remove(path: str) -> bool:
-    """Remove a file of the cache and free its space, unless a process is filling it; return whether it was removed."""
+    """Remove a file that no process is filling, free its space if no process has mapped it; return whether it was removed."""
     try:
         with closing(RangeLocks(path)) as locks:
             # A process that fills the file, this one included, has locked bytes through another open file.

@@ -20,8 +20,8 @@ _SIGNATURES = re.compile(
 def digest_of(url: str, info: ObjectInfo) -> bytes:
     """Return a digest of 32 bytes that identifies one state of an object. It does not reveal the url.
 
-    Without a strong ETag, the digest also depends on the user name and the whole query, because two revisions of an object
-    may have the same date.
+    For a web server without a strong ETag, the digest also depends on the user name and the whole query, because two revisions
+    of an object may have the same date.
     """
     plain = unsigned(url)
     if is_web(url) and not (info.tag or "").startswith('"'):

@@ -52,7 +52,7 @@ _clients: Callable[[], _Clients] = per_process(dict)
 
 
 def client_for(url: str) -> Client:
-    """Return the client for a url: one for each bucket, and for each server and user.
+    """Return this process's client for a url: one for each bucket, and for each server and user.
 
     Do not keep the client: a forked child needs another client.
 

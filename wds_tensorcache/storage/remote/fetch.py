@@ -78,7 +78,7 @@ class _Range:
 def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
     """Read many ranges at once, straight into the caller's memory.
 
-    Ranges of one file are read in the order of their offsets. One request fetches several near ranges if the bytes between
+    Ranges of one file are requested in the order of their offsets. One request fetches several near ranges if the bytes between
     them take less time than another request. Several requests fetch a range of more than 4 MiB.
 
     Args:
@@ -126,7 +126,7 @@ def _plan(ranges: Ranges, merges: bool) -> list[_Range]:
 
 
 def largest_gap(url: str) -> int:
-    """Return the length in bytes of a gap between two ranges that takes as long to read as another request."""
+    """Return the length in bytes, 4 KiB to 256 KiB, of a gap between ranges that takes as long to read as another request."""
     pace = pace_of(url)
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
@@ -197,13 +197,13 @@ def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None],
 
 
 def _run(call: Callable[[], _Result]) -> _Result:
-    """Run a call that makes requests on a thread of the executor, so that Ctrl-C ends the wait for it."""
+    """Run a call that makes requests on another thread, so that Ctrl-C ends the wait for it."""
     (result,) = run_all([call])
     return result
 
 
 def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
-    """Run calls in the threads of this process; on the first error, cancel all other calls and wait for them."""
+    """Run calls on threads and return their results; on the first error, cancel all other calls and wait for them."""
     if getattr(_local, "is_worker", False):  # all threads could be waiting here
         return [call() for call in calls]
     cancel = retry.Cancel()

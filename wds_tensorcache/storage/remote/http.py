@@ -29,9 +29,9 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 class HttpClient:
     """A client of one web server; see `Client`.
 
-    A server may send a strong ETag, a weak ETag, a date of modification, or none of them. The client sends a strong ETag with
-    every read (`If-Match`), and a date as `If-Unmodified-Since`. It compares the tag and the length in every response with
-    the known tag and length.
+    A server may send a strong ETag, a weak ETag, a date of modification, or none of them. The client sends a known strong ETag
+    with every read (`If-Match`), and a date as `If-Unmodified-Since`. It compares the tag and the length in every response with
+    the tag and the length that it knows.
 
     With a date, changes within a second may go unnoticed. With a weak ETag, changes that the server calls equivalent may go
     unnoticed. Without a tag and a date, the client compares only the object's length.
@@ -181,7 +181,7 @@ class HttpClient:
                 request.state, request.at = state, request.at + done
 
     def _may_have_ranges(self, response: Response) -> bool:
-        """Return whether the server has obeyed a range before, or announces ranges."""
+        """Return whether the server seems to have ranges, by its earlier responses, or else by what this response announces."""
         if self._has_ranges is None:
             return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
         return self._has_ranges
@@ -192,7 +192,7 @@ class HttpClient:
             request.warn(f"{_IGNORED}; {effect}")
 
     def _keep(self, response: Response, state: ObjectInfo | None, request: Request) -> Copy:
-        """Copy the whole object from a response that ignored the range; return the copy."""
+        """Return a copy of the whole object from a response that ignored the range, or raise TransientError to try again."""
         # a server that ignores the range of a request three times has no ranges until it obeys one
         if self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
             request.num_ignored += 1
@@ -255,7 +255,7 @@ def _check_encoding(response: Response, request: Request) -> None:
 
 
 def _check_body(response: Response, request: Request, nbytes: int) -> None:
-    """Raise RemoteError unless the body consists of `nbytes` bytes of the object."""
+    """Raise RemoteError if the head declares an encoding of the body, or a length other than `nbytes`."""
     _check_encoding(response, request)
     length = _length_of(response)
     if length is not None and length != nbytes:

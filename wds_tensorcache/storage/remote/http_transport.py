@@ -102,10 +102,10 @@ class Response:
         self.is_chunked = bool(self._raw.chunked)
 
     def read_into(self, view: memoryview) -> int:
-        """Read the next bytes of the body into `view`; return their number, 0 at the end of the body.
+        """Read the next bytes of the body into `view`; return their number, 0 at the end of the body or the connection.
 
         Raises:
-            TransientError: The connection ended or stalled. Bytes of the last piece are not counted.
+            TransientError: The connection failed or stalled. Bytes of the last piece are not counted.
         """
         try:
             return self._raw.readinto(view[:_PIECE])
@@ -248,7 +248,7 @@ def _make_route(origin: str) -> _Route:
 
 
 def basic_authorization(user: str, password: str) -> str:
-    """Return the header `Authorization` for a user."""
+    """Return the value of the header `Authorization` for a user."""
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
 
 

@@ -20,7 +20,7 @@ _Result = TypeVar("_Result")
 class HubClient(HttpClient):
     """A client of the repositories of a hub; see `Client`. `huggingface_hub` finds the token and the commits.
 
-    A branch is resolved to a commit once, at the first read. So this process reads one version. The tag of a file is the
+    A branch is resolved to a commit once, at the first request. So this process reads one version. The tag of a file is the
     hash of its content. The hub redirects to other servers, which have other tags and do not get the token.
     """
 

@@ -82,7 +82,7 @@ class Copies:
             return copy
 
     def keep(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> Copy:
-        """Copy the body of a response, unless another thread has done so."""
+        """Return a copy of the body of a response, or the copy that another thread has made of this object."""
         with self._lock:
             turn = self._turns.setdefault(request.url, threading.Lock())
         while not turn.acquire(timeout=TICK_S):

@@ -45,8 +45,8 @@ class ObjectFolder:
     """A folder at a url, with the methods of `LocalFolder`. Objects of web servers and hubs can be read, but not changed.
 
     A store has no locks. A new file is created by one request, which succeeds only if no object has this name. A change
-    succeeds only if it replaces the version of the object that was read before. Before the first of these requests, a test
-    with a small object checks that the store obeys such conditions.
+    succeeds only if it replaces the version of the object that was read before. Before the first of these requests to S3, a
+    test with a small object checks that the store obeys such conditions.
 
     Objects are not uploaded in parts: Google has no conditional multipart uploads, obstore makes none, and a killed process
     would leave parts in the bucket.
@@ -63,7 +63,7 @@ class ObjectFolder:
 
     @cached_property
     def _client(self) -> StoreClient:
-        """A new client, because the caller may have corrected the environment after an earlier writer failed."""
+        """A client of this folder alone, because the environment may have been corrected since an earlier writer failed."""
         check_writable(self.path)
         return StoreClient(origin_of(self.path))
 

@@ -134,7 +134,7 @@ class RemoteFile:
         return list(map(bytes, contents))
 
     def read_tail(self, nbytes: int) -> bytes:
-        """Return the last `nbytes` bytes, or the whole object if it is shorter. One request also reports the state."""
+        """Return the last `nbytes` bytes, or the whole object if it is shorter. The response also reports the state."""
         try:
             reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
@@ -162,7 +162,7 @@ class RemoteFile:
 
 
 def read_whole(url: str, max_nbytes: int) -> bytes:
-    """Return the bytes of an object; raise RemoteError if the object is longer than `max_nbytes`."""
+    """Return the bytes of an object; raise FileNotFoundError if it is missing, RemoteError if it exceeds `max_nbytes`."""
     state, content = read_head(url, PART_NBYTES)
     if state.nbytes > max_nbytes:
         raise Request(url).error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")

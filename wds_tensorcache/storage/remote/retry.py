@@ -1,7 +1,7 @@
 """The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
 
 The time limit of a request, with all its attempts, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
-another limit. For a request of more than 4 MiB, the limit is the time of the transfer at 64 KiB/s, if that is longer.
+another limit. For a long request, the limit is the time of the transfer at 64 KiB/s, if that is longer.
 
 A request that fails for 5 s logs a warning. A process logs at most one such warning in 30 s. The logger is `wds_tensorcache`,
 whose warnings Python prints on stderr by default.
@@ -190,7 +190,7 @@ class Request:
             self.pause(fault)
 
     def pause(self, fault: TransientError) -> None:
-        """Wait before the next attempt: for a random fraction of a doubling pause, or as long as the server asks."""
+        """Wait a random part of a doubling pause, plus the pause that the server asks for; raise RemoteError if time is up."""
         check_cancelled()
         self._num_failed += 1
         self._num_in_vain = self._num_in_vain + 1 if self.at == self._tried_at else 0
@@ -239,7 +239,7 @@ def bind_cancel(cancel: Cancel) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raise CancelledError if the current request was cancelled."""
+    """Raise CancelledError if the current request was cancelled, or if the interpreter ends."""
     cancel = getattr(_local, "cancel", None)
     if _exit.is_set or (cancel is not None and cancel.is_set):
         raise CancelledError
@@ -265,7 +265,7 @@ def end_overdue() -> None:
 
 
 def timeout_s() -> float:
-    """Return the time limit of one request with its retries, in seconds.
+    """Return the time limit of a short request with its retries, in seconds.
 
     Raises:
         ValueError: The environment variable is not a positive number.
@@ -282,7 +282,7 @@ def timeout_s() -> float:
     return limit
 
 
-# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. This function is
-# called before it waits, if it is registered after that of `concurrent.futures`, which `threads` imports.
+# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. It calls `_exit.set` before
+# it waits, because `concurrent.futures`, which `threads` imports, has registered its function earlier.
 with suppress(RuntimeError):  # the main thread has ended
     threading._register_atexit(_exit.set)  # type: ignore[attr-defined]

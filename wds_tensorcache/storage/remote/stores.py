@@ -91,7 +91,7 @@ def _check_endpoint(scheme: str, request: Request) -> None:
 class StoreClient:
     """A client of one bucket or container, for reads and writes. Each call is one attempt; see `Client`.
 
-    obstore reads the settings from the environment. Every read sends the strong ETag (`If-Match`). obstore's calls block
+    obstore reads the settings from the environment. Reads send a known strong ETag (`If-Match`). obstore's calls block
     until they are done or the time limit of the request is reached.
 
     Threads/fork/pickle: as `Client`; refused in a child that was forked after its parent used obstore.
@@ -107,7 +107,7 @@ class StoreClient:
         self._store(timeout_s(), Request(origin))
 
     def _store(self, limit_s: float, request: Request, is_upload: bool = False) -> Any:
-        """Return a client of obstore whose requests end after about `limit_s`."""
+        """Return a client of obstore whose requests end after `limit_s` to `2 * limit_s` seconds."""
         global _pid
         # a request of a child that was forked after its parent used obstore would never end
         if _pid is not None and _pid != os.getpid():

@@ -1,4 +1,4 @@
-"""Read a remote object from an offset to its end, with several requests in flight."""
+"""Read a remote object in order, with several requests in flight."""
 
 from __future__ import annotations
 
