@@ -59,6 +59,9 @@ def test_shards_that_differ(tmp_path: Path) -> None:
     assert tc.open(tmp_path).fingerprint == {name: value for name, value in MADE.items() if name != "revision"}
     with pytest.raises(tc.StaleCacheError, match=r"other-0\.tar: expected revision='a1b2', but .* 'c3'"):
         tc.open(tmp_path, expect=MADE)
+    for number, version in enumerate((1, True)):  # equal in Python, but not in JSON
+        write(tmp_path / "both", {"version": version}, f"{number}-%d.tar")
+    assert tc.open(tmp_path / "both").fingerprint == {}
 
 
 def test_writers_that_resume(tmp_path: Path) -> None:
