@@ -121,7 +121,7 @@ def torch_loader(
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
-        TypeError: An option is unknown.
+        TypeError: An option is unknown. Also when iterating, if an argument cannot be pickled for the workers.
     """
     check_options(torch_loader, steps, StepOptions.__annotations__, REMEDIES)
     if num_workers == 0 and timeout > 0:
@@ -152,8 +152,8 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     """torch's `DataLoader` with a state that follows the last returned batch. `torch_loader` makes it.
 
     The state is exact for any number of workers, before and after resuming, and `tc.Loader` accepts it too. An error in a
-    worker ends the iteration, and is raised in the main process with its type and attributes. The position stays after the last
-    returned batch.
+    worker ends the iteration, and is raised in the main process. Errors of this package and OSError keep their attributes. The
+    position stays after the last returned batch.
 
     Lightning saves and restores the state. accelerate's `prepare` returns this loader, on any number of ranks. From then on,
     its batches are on accelerate's device, and accumulated gradients are used at the end of each epoch.

@@ -71,8 +71,8 @@ class ResumablePipeline(IterableDataset[Any]):
             a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards. In
             an object store, a url without a dot in its last part is a folder, too. Any other remote url is a shard, unlike
             in `tc.open`. A string in a list is always a shard. webdataset's `gopen` opens all other strings, and runs a
-            string that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a
-            folder, manifest, wildcard or brace are always opened as paths.
+            string that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name from a folder, a
+            manifest, or a path with wildcards or braces are never run as commands.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         batch_size: Number of items of the last stage in a batch; None yields single items. Pass `batch_size=None` to the
             `DataLoader`, which would otherwise batch these batches. Without `steps`, the last batch of each worker may be
@@ -93,10 +93,11 @@ class ResumablePipeline(IterableDataset[Any]):
         FileNotFoundError: No file matches a local string, a folder has no shards, or a manifest does not exist.
         TypeError: `urls` has a type that is not listed above.
         ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does; or
-            `steps` has no `batch_size`, is less than 1, or needs numbers of samples that no manifest lists.
+            `steps` has no `batch_size`, or needs numbers of samples that no manifest lists; or a number is out of range.
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
+        RuntimeError: A later iteration has begun, or the state was loaded in another process.
         ValueError: No item leaves the last stage in a whole pass over a worker's shards, but `steps` needs items.
         FormatError, OSError, ImportError: As for `tarfile_to_samples`; FormatError also if a shard does not match its manifest.
 
@@ -228,7 +229,7 @@ class ResumablePipeline(IterableDataset[Any]):
     def num_left_out(self) -> int | None:
         """Number of samples of this process's shards that the epoch's batches have not used, 0 if the shards are repeated.
 
-        None if no manifest lists the samples. `DataLoader` workers have their own numbers, which their warnings show.
+        None if no manifest lists the samples of some shard. Warnings of `DataLoader` workers show the numbers of the workers.
         """
         if self._progress.num_passes:
             return 0
@@ -246,7 +247,7 @@ class ResumablePipeline(IterableDataset[Any]):
             self._epochs.put(epoch if is_over else epoch - 1)
 
     def _enter(self) -> Any:
-        """Return torch's `WorkerInfo`. In a new process, reset the position inherited from the parent process."""
+        """Return torch's `WorkerInfo`. In a new process, reset the inherited position; raise RuntimeError if it was loaded."""
         self._find_rank()
         if self._pid != os.getpid():
             if self._is_next and (self._done or self._is_over):
@@ -533,7 +534,7 @@ class _SharedEpochs:
         Args:
             info: torch's `WorkerInfo`; None in the main process.
             turn: Count of iterations in this process.
-            epoch: Epoch of a loaded state; if None, the epoch of the iteration's other workers, or else the next epoch.
+            epoch: Chosen or loaded epoch; if None, the epoch of the iteration's other workers, or else the next epoch.
         """
         begun, by_worker = np.split(self._cells.numpy(), [1], axis=1)
         following = int(begun.max()) >> _KEY_BITS
@@ -565,10 +566,10 @@ class _SharedEpochs:
 
 @dataclass
 class _Progress:
-    """The part of its epoch that a process has yielded, with `steps`.
+    """The part of its epoch that a process has yielded.
 
     Attributes:
-        num_passes: Number of passes over its shards that have ended.
+        num_passes: Number of finished passes over its shards; always 0 without `steps`.
         num_batches: Number of batches.
         num_samples, num_repeated: Number of samples of the first pass, and of later passes, in these batches.
     """

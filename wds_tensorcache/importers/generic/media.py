@@ -32,11 +32,7 @@ _SIGNATURES = {
 
 
 def import_library(module: str, package: str) -> Any:
-    """Import a module of a package that is not always installed.
-
-    Raises:
-        ImportError: The package is not installed, or cannot be imported.
-    """
+    """Import a module of an optional package; raise ImportError if it is not installed, or cannot be imported."""
     try:
         return importlib.import_module(module)
     except ImportError as exc:
