@@ -21,7 +21,7 @@ _MAX_NBYTES = 1 << 22  # of a member; the tensors of a larger member are read wh
 
 
 def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], _Result]) -> Iterator[_Result]:
-    """Yield `run(index)` for each index, in order. For remote shards, threads run up to 17 samples ahead."""
+    """Yield `run(index)` for each index, in order. For remote shards, threads run up to 16 samples ahead."""
     if remote_url([cache]) is None:
         yield from map(run, indices)
         return
