@@ -111,7 +111,7 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
 def _tensor_lines(
     output: Output, label: Text, lazy: Lazy, values: ValueStatistics | None, is_drawn: bool
 ) -> list[Text]:
-    """Return the line about a tensor, and its heat map."""
+    """Return the line about a tensor, and its heat map if it is drawn."""
     label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
     if values is not None:
         label.append("  ").append_text(values_text(values))
