@@ -108,7 +108,7 @@ def decode(
         verify: True recomputes both digests of every sample.
         allow: Classes that skeletons and other pickles may build; only for shards that you trust.
         handler: Function that is called with the exception if a sample of a stream cannot be decoded. By default, it raises the
-            exception. If it returns True, the stream goes on without the sample, else it ends.
+            exception. If it returns True, the stream continues without the sample, else it ends.
         max_expanded_nbytes: Limit in bytes for the expanded length of a compressed member (`gz`, `npz`), and for the total size
             of tensors and arrays of a pickle that share their elements. Members may always expand to 64 times their own length.
             A compressed pickle (`pkl.gz`) may expand only to 1/64 of this limit, or to 8 times its length, because its objects
