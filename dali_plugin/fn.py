@@ -59,7 +59,7 @@ def tensorcache(
             unknown, or `parallel` is True for a stream, which only one process can read.
         TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
             bfloat16.
-        KeyError: A name in `as_float` or `layouts` is not a tensor of the source.
+        KeyError: A name in `tensors`, `members`, `as_float` or `layouts` is unknown.
         RuntimeError: No pipeline is being defined.
     """
     pipeline = _current_pipeline("tensorcache", device)

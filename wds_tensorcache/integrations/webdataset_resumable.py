@@ -49,10 +49,10 @@ _NUM_WORKERS = 1024
 class ResumablePipeline(IterableDataset[Any]):
     """A dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can resume from a saved state.
 
-    Each iteration yields one epoch, also in `DataLoader` workers. `state_dict` lists the samples of the epoch that have
-    left the last stage. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All
-    other samples follow, in the order of an uninterrupted run; only samples that a stage held back, to shuffle or batch
-    them, may come in a different order. Samples that a stage dropped are passed to it again.
+    Each iteration yields one epoch, also in `DataLoader` workers. `state_dict` lists the samples of the epoch that were
+    returned. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All other samples
+    follow, in the order of an uninterrupted run; only samples that a stage held back, to shuffle or batch them, may come in a
+    different order. Samples that a stage dropped are passed to it again.
 
     Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
     be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
@@ -450,7 +450,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return _divide(order, self._loads, self._world_size)[self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the samples that have left the last stage, as plain values for JSON.
+        """Return the epoch and its samples that the stream has returned, as plain values for JSON.
 
         Raises:
             RuntimeError: Workers have read the samples; `StatefulDataLoader.state_dict` collects their states.
@@ -581,7 +581,7 @@ class _Progress:
 
 
 class _Done:
-    """The samples of a shard that have left the last stage, and the offsets at which reading a remote shard can start.
+    """The samples of a shard that were returned, and the offsets at which reading a remote shard can start.
 
     Attributes:
         edges: Ranges of sample indices, half open, as ascending `[begin, end, begin, end, ...]`.

@@ -57,6 +57,9 @@ def tarfile_to_samples(
             MessagePack may have 1/8 of this limit, or 64 times the bytes that were read. Raise the limit for shards that you
             trust.
 
+    Raises:
+        ValueError: `max_expanded_nbytes` is negative.
+
     Raises (when iterating):
         FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
             has the shard's name and the byte offset.

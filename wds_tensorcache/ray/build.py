@@ -67,7 +67,7 @@ def build_ray(
         ray_remote_args: Other options of `ray.remote` for the actors, for example `resources`. A `runtime_env` also applies to
             the tasks that write.
         allow: Classes that samples may contain besides the types of the format.
-        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
+        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`, `encoder`.
 
     Returns:
         The cache, opened.

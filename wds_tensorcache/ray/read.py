@@ -86,6 +86,7 @@ def read_ray(
     Raises:
         KeyError: A pattern matches no tensor's name.
         BatchError: A name in `choose` matches no tensor and no value.
+        ValueError: `choose` has an unknown form, or contains a name twice.
         TypeError: An option is unknown, or given for an open cache; or `source` is a JoinedCache or a SharedDataset.
         Exception: `tc.open` raised it.
 

@@ -74,7 +74,7 @@ def write_ray(
             dataset, or each read task, into at least one shard. With a value, Ray does not fuse reading and writing.
         concurrency, ray_remote_args: As for `ds.write_datasink`.
         allow: Classes to write besides the types of the format.
-        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
+        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`, `encoder`.
 
     Returns:
         The cache, opened. It is empty if the dataset is empty.
