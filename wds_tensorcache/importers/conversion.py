@@ -36,7 +36,7 @@ from wds_tensorcache.writing.writer import ShardWriter
 
 _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
 _MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # this many samples or bytes are worth several shards
-_NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
+_NUM_SHARDS = 4  # about a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
 _LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this worker waits for the disk
 _POLL_S = 0.1
@@ -159,7 +159,7 @@ class Conversion:
                 restore.join()
 
     def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
-        """Write one shard: leave out bad samples, or raise the first one's error; raise InterruptedError if the import ends."""
+        """Write one shard without bad samples, or raise the error of the first; raise InterruptedError if the import ends."""
         written = Written()
         with self.open_writer(number) as writer:
             for index in indexes:

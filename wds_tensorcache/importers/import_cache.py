@@ -76,8 +76,8 @@ def import_cache(
         The counts, and every sample or file that was skipped.
 
     Raises:
-        ValueError: An option has a wrong value, the format is unknown or cannot be chosen, the folder has no samples, or two
-            samples have the same name.
+        TypeError, ValueError: `source` or an option has a wrong type or value, the format is unknown or cannot be chosen, the
+            folder has no samples, or two samples have the same name.
         FormatError: A file is bad or cannot be read, and `on_error` is "stop"; or the source has bad files and no samples.
         EncodeError, InvalidKeyError: A value or the name of a member cannot be stored, and `on_error` is "stop".
         OSError: Memory or file descriptors ran out, or a shard cannot be written.

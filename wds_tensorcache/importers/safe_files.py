@@ -42,7 +42,7 @@ REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Add a file's name to errors; turn errors of other packages into FormatError, but not ImportError and lack of memory."""
+    """Add a file's name to errors; turn errors of other packages into FormatError, except ImportError and lack of memory."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -123,7 +123,7 @@ def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
         file: The file itself, if there is one.
 
     Raises:
-        UnsafeSkeletonError: The content names a class other than the classes of tensors, arrays and plain values.
+        UnsafeSkeletonError: Without `trust`, the content names a class other than those of tensors, arrays and plain values.
         FormatError: The content is damaged, or has an unknown format, or expands too much.
     """
     limit = _find_limit(len(raw), trust)

@@ -20,7 +20,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def number_text(value: float | None) -> str:
-    """Return a number with four digits, or an integer below 10^9 with all digits; `-` in place of None."""
+    """Return a number with four significant digits, or an integer below 10^9 with all digits; `-` in place of None."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**9 else f"{value:.4g}"
@@ -83,7 +83,7 @@ def cut(text: str, max_nbytes: int) -> str:
 
 
 def json_number(value: float) -> float | int | str:
-    """Return a number for the page, a float with six digits; integers from 2^53 on, NaN and infinities become text."""
+    """Return a number for the page, a float with six significant digits; integers from 2^53 on, NaN and Inf become text."""
     if isinstance(value, int):
         return int(value) if abs(value) < 1 << 53 else f"{value:.6g}"
     value = float(f"{value:.6g}")

@@ -80,7 +80,7 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
-    """Return the stored bytes of a file in a zip, which may be compressed by deflate.
+    """Return the bytes of a file as the zip stores them, possibly compressed by deflate.
 
     Args:
         view: Function that returns the bytes `[begin, end)` of the zip.

@@ -416,7 +416,7 @@ class ResumablePipeline(IterableDataset[Any]):
                     return
 
     def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard that are not done. Reading a remote shard starts at the first such sample."""
+        """Yield the samples of a shard that are not done. A remote shard is read from the first on, if its offset is known."""
         url, listed = self._urls[shard], self._listed[shard]
         source, first = {"url": url}, (0, 0)
         if is_remote(url):

@@ -74,7 +74,7 @@ def build_ray(
 
     Raises:
         StaleCacheError: The folder contains shards with another fingerprint.
-        FileExistsError: Another write into the folder is in progress.
+        FileExistsError: Another write into the folder is in progress, or at a url was killed.
         InvalidKeyError: Two items have the same key, a key is neither text nor an integer, or some reader would misread it.
         KeyError: There is no column `key`.
         EncodeError: The model returned a value that cannot be stored.

@@ -81,7 +81,7 @@ def write_ray(
 
     Raises:
         FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set. Or another write into it is in
-            progress, or has finished during this write.
+            progress or was killed, or has finished during this write.
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
             integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.

@@ -7,7 +7,7 @@
   `pooled_embed`; `attention_mask` or `attention_mask_0`, …; newer models use other names, and metadata with `class_name`.
 - `{stem}.txt`, the caption.
 
-Each sample is one file of latents:
+Each sample is one file of latents, or a text without latents:
 
     {
         "latent": as stored, and the other tensors of the file,

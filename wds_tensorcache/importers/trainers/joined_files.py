@@ -229,7 +229,7 @@ class Table:
 
 
 class TableFiles:
-    """The files of one program in a folder, and the metadata that all files of a kind share. The constructor reads headers."""
+    """The files of one program in a folder, and metadata that all files of a kind share. The constructor reads only headers."""
 
     def __init__(self, table: Table, folder: SourceFolder) -> None:
         self.folder = folder

@@ -39,7 +39,7 @@ class Limits:
         text_nbytes: Bytes of all small values together, as they are encoded in the page.
         num_pictures: Number of pictures.
         picture_side: Maximum of width and height of a picture in pixels.
-        picture_nbytes: Maximum size in bytes of the file of the first picture; each other picture may take half as much.
+        picture_nbytes: Approximate limit in bytes for the file of the first picture; each other picture may take half as much.
         num_tensors: Number of tensors whose statistics are listed.
     """
 

@@ -49,7 +49,7 @@ class PageServer(ThreadingHTTPServer):
         url: Address of the page, with the token.
 
     Raises:
-        OSError: The port is in use.
+        OSError: The port is in use, or not allowed.
     """
 
     daemon_threads = True
