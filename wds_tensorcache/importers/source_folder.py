@@ -100,7 +100,7 @@ class SourceFolder:
         self.ignored.sort()
 
     def first_fault(self) -> FormatError | None:
-        """Return an error for the first of `faults`, with the number of equal faults and the remedy; None without faults."""
+        """Return an error for the first of `faults`, with the number of further equal faults; None without faults."""
         if not self.faults:
             return None
         name = min(self.faults)

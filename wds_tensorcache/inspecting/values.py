@@ -22,7 +22,7 @@ _CUT = 0.1  # percent of the values that may be cut off at either end of a histo
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The numbers of values in bins of equal width. It counts all values, or about 8,000 to 16,000 random values.
+    """The numbers of values in bins of equal width. It counts all finite values, or 8,000 to 16,000 at random.
 
     Attributes:
         begin: Lower end of the first bin.

@@ -2,7 +2,7 @@
 
 An allow-list of names is not enough: 500 bytes can describe a key of nested, shared tuples whose hash takes years, 400 bytes
 can allocate gigabytes, and a state can change any object. So opcodes are also limited to a list. States change only arrays and
-dtypes, and each call checks its arguments. Time and memory stay a small multiple of the bytes read.
+dtypes, and each call checks its arguments. Time and memory stay a small multiple of the bytes read and the caller's limit.
 """
 
 from __future__ import annotations

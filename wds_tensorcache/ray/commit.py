@@ -44,7 +44,7 @@ class WriteJob:
     Attributes:
         folder: Path or url of the folder of the shards, the same on all nodes.
         mode: Mode of the write. With `"build"`, finished shards of failed tasks stay in the folder, for the next build.
-        number: Number of the write in the folder; later writes have higher numbers, so their samples follow.
+        number: Number of the write in the folder; later writes have higher numbers, so their samples follow those before.
         id: Eight random hex digits, part of the name of each file of this write.
         key: Name of the column with the keys.
         options: Options of `ShardWriter`.

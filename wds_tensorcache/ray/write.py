@@ -64,8 +64,8 @@ def write_ray(
             such as `s3://bucket/cache`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
         overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
-        append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing
-            samples; existing keys are refused.
+        append: Add to the cache in the folder. Several appends may run at the same time. Shards are ordered by name, so new
+            samples follow those of earlier calls of `write_ray`; existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need a fingerprint if their cache has a fingerprint, because
             functions of the dataset may have changed the samples. Pass the fingerprint of the cache, a new fingerprint, or
             `{}` for none.

@@ -36,11 +36,11 @@ class Limits:
     """Limits on the parts of a sample that the page shows.
 
     Attributes:
-        text_nbytes: Bytes of all small values together, as they are encoded in the page.
-        num_pictures: Number of pictures.
+        text_nbytes: Maximum number of bytes of all small values together, as they are encoded in the page.
+        num_pictures: Maximum number of pictures.
         picture_side: Maximum of width and height of a picture in pixels.
         picture_nbytes: Approximate limit in bytes for the file of the first picture; each other picture may take half as much.
-        num_tensors: Number of tensors whose statistics are listed.
+        num_tensors: Maximum number of tensors whose statistics are listed.
     """
 
     text_nbytes: int
