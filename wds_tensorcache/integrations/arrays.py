@@ -31,7 +31,8 @@ def parse_npy(content: Any, trust: bool = False) -> Array:
     """Return the array in the content of an `.npy` file; run the pickles in it only if `trust` is True.
 
     Raises:
-        FormatError, ValueError: The content is damaged, or the array contains objects, and `trust` is False.
+        FormatError: The bytes do not fit the header, or `trust` is False, and the array contains objects. For a damaged header,
+            numpy raises errors of several classes.
 
     Memory: aliases `content`, and may be unaligned. Arrays of objects are newly allocated.
     """
