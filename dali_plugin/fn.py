@@ -40,8 +40,8 @@ def tensorcache(
             pipelines may take the same source, because each pipeline reads with its own copy,
             `pipeline.tensorcache_source`. Call `nest` of this copy: the source that you passed keeps no batches.
         tensors, members, options: As for `TensorCacheSource` or `TensorCacheStream`, if `cache` is not already a source.
-        device: `"gpu"` copies the tensors to the pipeline's GPU, through page-locked memory; members and indices stay on
-            the CPU.
+        device: `"gpu"` copies the tensors to the pipeline's GPU; arrays of numpy, members and indices stay on the CPU. Batches
+            of a cache or its shards are then read into page-locked memory, unless `parallel` is True.
         parallel: Let DALI's worker processes (`py_num_workers`, spawned) read batches.
         as_float: Names of bfloat16 tensors to convert exactly to float32, for operators that compute.
         layouts: DALI's layouts of tensors by name: `{"latent": "CHW"}`. Without a layout, `fn.flip` and similar operators
@@ -55,11 +55,11 @@ def tensorcache(
         cannot detect a computation that keeps this dtype, as `fn.resize` does.
 
     Raises:
-        ValueError: The pipeline already reads a cache, or its batch size differs from the source's batch size. Or `parallel`
-            is True for a stream, which only one process can read.
+        ValueError: The pipeline already reads a cache, or its batch size differs from the source's batch size. Or `device` is
+            unknown, or `parallel` is True for a stream, which only one process can read.
         TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
             bfloat16.
-        KeyError: A name in `as_float` or `layouts` is not a tensor of the source.
+        KeyError: A name in `tensors`, `members`, `as_float` or `layouts` is unknown.
         RuntimeError: No pipeline is being defined.
     """
     pipeline = _current_pipeline("tensorcache", device)
@@ -148,8 +148,9 @@ def native_reader(
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
         TypeError: `paths` is a joined cache.
-        ValueError: `paths` is a view of some samples, some samples lack a member, or there are fewer samples than ranks. Or
-            `index_paths` does not have one existing file for each shard.
+        ValueError: `paths` is a view of some samples, or contains a url or a shard twice. Some samples lack a tensor or member,
+            or there are fewer samples than ranks. `index_paths` does not have one existing file for each shard. An option has
+            an unknown value, or the pipeline already reads a cache.
         RuntimeError: No pipeline is being defined.
     """
     pipeline = _current_pipeline("native_reader", device)

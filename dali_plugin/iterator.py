@@ -29,7 +29,7 @@ class TensorCacheIterator:
     epoch.
 
     Attributes:
-        is_padding: Rows of the last batch that are padding, bool `[B]`; with several pipelines, a list of masks.
+        is_padding: Rows of the most recent batch that are padding, a bool array `[B]`; with several pipelines, a list of masks.
 
     Args:
         pipelines: One pipeline or several, built or not, each with its own source and its own rank.
@@ -40,8 +40,10 @@ class TensorCacheIterator:
             source's outputs. A new name causes a warning if it is similar to the name of a missing tensor.
 
     Raises:
-        ValueError: `outputs` lacks `"number"` or repeats a name, there are no pipelines, or a pipeline occurs twice. With
-            several pipelines, also if a pipeline reads a stream, or if their numbers of batches differ.
+        ValueError: `outputs` lacks `"number"` or repeats a name; there are no pipelines; or a pipeline occurs twice, has no
+            source, or differs from its source in batch size. With several pipelines, also if `source` is given, a pipeline
+            reads a stream, or their numbers of batches differ.
+        TypeError: An object in `pipelines` is not a pipeline.
         ValueError (when a batch is requested): The number of names differs from the number of the pipeline's outputs.
         TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
             bfloat16.
@@ -212,7 +214,7 @@ class _Pipe:
                 warnings.warn(f"{problem}; is this a typo? If not, choose a less similar name", stacklevel=4)
 
     def schedule(self) -> None:
-        """Let DALI begin the next batch."""
+        """Wait for copies of the last outputs, and let DALI begin the next batch."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None

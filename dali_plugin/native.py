@@ -163,7 +163,7 @@ class NativeReader(BatchSource):
         return np.arange(width) >= num_samples - is_repeated
 
     def _number(self, origin: bytes) -> int:
-        """Return the index of the sample whose tensor member has the origin `PATH:FIRST_BYTE:NAME`."""
+        """Return the index of the sample whose tensor member has the origin `PATH:FIRST_BYTE:NAME`, or raise FormatError."""
         for path, first_byte, name in _split_origin(origin):
             number = self._by_path.get(path)
             if number is not None:

@@ -27,7 +27,7 @@ NUMBER = "number"  # the name of the output with the sample indices of a batch
 class BatchSource:
     """Base of all sources of batches for a pipeline.
 
-    A source keeps its last batches, which DALI reads later, and what `nest` needs for them.
+    A source keeps its last batches, because DALI reads them later, and their samples or requests, which `nest` needs.
     """
 
     tensors: list[str]
@@ -71,11 +71,7 @@ class BatchSource:
         return f"{type(self).__name__}({self._shown}, outputs={self.outputs})"
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch.
-
-        Raises:
-            TypeError: The source is a stream.
-        """
+        """Return the number of batches in an epoch; raise TypeError for a stream."""
         if self.num_batches is None:
             raise TypeError("the number of batches of a stream is not known in advance")
         return self.num_batches
@@ -97,11 +93,7 @@ class BatchSource:
         return source
 
     def use_float(self, names: Iterable[str]) -> None:
-        """Declare that these bfloat16 tensors leave the pipeline as float32.
-
-        Raises:
-            KeyError, TypeError: A tensor does not exist, or is not bfloat16.
-        """
+        """Declare that these tensors leave the pipeline as float32; raise KeyError or TypeError unless all are bfloat16."""
         names = match_names(names, self.tensors, "tensor of this source")
         for name in names:
             if self.schema[name].true is not torch.bfloat16:
@@ -117,7 +109,7 @@ class BatchSource:
         """Record that the pipeline has passed its next batch to the iterator, for the CUDA stream `stream` or None."""
 
     def is_padding(self, iteration: int, count: int) -> Array:
-        """Return the mask of padding among the `count` rows of a batch, bool `[count]`; the same in every epoch."""
+        """Return the mask of padding among the `count` rows of a batch, bool `[count]`."""
         return np.zeros(count, np.bool_)
 
     def nest(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -154,8 +146,9 @@ def _counts_all(cache: Any) -> bool:
 class TensorCacheSource(BatchSource):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
-    A call with a `BatchInfo` returns one batch: a tuple of the parts that `outputs` names, in order. A tensor is `[B, …]`, or
-    a list of B tensors if shapes differ. A member is a list of B uint8 arrays. The sample indices are int64 `[B]`.
+    A call with a `BatchInfo` returns one batch: a tuple of the parts that `outputs` names, in order. A tensor is an array
+    `[B, …]`, or a tuple of B arrays if shapes differ. A member is a tuple of B uint8 arrays. The sample indices are int64
+    `[B]`. DALI's own tensors replace arrays in page-locked memory, and in `dali_plugin.fn.tensorcache` without `parallel`.
 
     A batch depends only on the epoch and the iteration. So pipelines resume exactly from DALI's checkpoints, and any number of
     processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
@@ -179,7 +172,8 @@ class TensorCacheSource(BatchSource):
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
-        ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch.
+        ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch; or an
+            alternative in `choose` is not a tensor.
         TypeError: A tensor's dtypes differ between samples.
         BatchError: A name or pattern in `choose` matches no tensor, or a sample lacks one of the tensors or members. With
             `choose` or a `SharedDataset`, this error is raised when a batch is requested.
@@ -256,11 +250,7 @@ class TensorCacheSource(BatchSource):
         self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:
-        """Return the sample indices of a batch, int64 `[B]`.
-
-        Raises:
-            IndexError: The epoch has no such batch.
-        """
+        """Return the sample indices of a batch, int64 `[B]`; raise IndexError if the epoch has no such batch."""
         indices: Array = self._step(epoch, iteration).indices
         return indices
 
@@ -290,11 +280,7 @@ class TensorCacheSource(BatchSource):
         return self._keep(*self._read_next(info.epoch_idx, info.iteration))
 
     def batch(self, epoch: int, iteration: int) -> tuple[Any, ...]:
-        """Return a batch, in the order of `outputs`, for use in DALI's dynamic mode.
-
-        Raises:
-            IndexError: The epoch has no such batch.
-        """
+        """Return a batch, in the order of `outputs`, for DALI's dynamic mode; raise IndexError if the epoch lacks it."""
         return self._keep(*self._read(self._narrow, epoch, iteration, None))
 
     def _read_next(self, epoch: int, iteration: int) -> Any:

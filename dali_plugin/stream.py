@@ -36,7 +36,8 @@ class TensorCacheStream(BatchSource):
 
     Raises:
         KeyError: The first sample has no such tensor or member.
-        ValueError: The stream has no samples, cannot be iterated over again, or has no lazy tensors in `field`.
+        ValueError: The stream has no samples, cannot be iterated over again, or has no lazy tensors in `field`; or
+            an option has a wrong value.
         BatchError (when a batch is requested or nested): A sample lacks `field`, a tensor or a member, or its dtypes differ
             from the first sample. Or the structures of two samples differ. Without `tensors`, also if a sample has a tensor
             that the first sample lacks.

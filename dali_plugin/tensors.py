@@ -20,11 +20,7 @@ _CUDA = 2  # DLPack's type of a GPU
 
 
 def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
-    """Return the carrier of each tensor: the form in which it passes through DALI.
-
-    Raises:
-        TypeError: DALI cannot represent a tensor.
-    """
+    """Return the form in which each tensor passes through DALI; raise TypeError if samples differ in a tensor's dtype."""
     for name, tensor in schema.items():
         if isinstance(tensor.dtype, tuple):
             dtypes = " and ".join(map(str, tensor.dtype))
@@ -46,6 +42,9 @@ def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple
     """Return two dicts of a pipeline's outputs by name: the restored tensors with `carriers`, and all other outputs.
 
     A bool tensor that an operator has changed to another dtype keeps that dtype.
+
+    Raises:
+        TypeError: An operator computed with integers that hold the bits of another dtype.
 
     Memory: aliases `values`, except for bools, and for arrays of outputs on a GPU, which are copied to the host. Tensors stay
         on the device of `values`.
@@ -121,7 +120,7 @@ def _part_as_torch(part: Any, copy: bool) -> torch.Tensor:
 
 
 def as_value(value: Any) -> Any:
-    """Return a value of numpy, or of DALI's dynamic mode, as a tensor `[B, …]`, or as a list of B tensors."""
+    """Return a value of numpy or DALI's dynamic mode as a tensor `[B, …]` or a list of B tensors; other values stay."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, (list, tuple)):

@@ -8,7 +8,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command, and exit with its status: 0 for success, 1 for bad data, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run the command, and exit with its status; see `run`."""
     sys.exit(_run())
 
 

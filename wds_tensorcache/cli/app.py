@@ -80,8 +80,8 @@ def app() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit status.
 
-    The status is 0 for success, 1 for bad data, 2 for wrong usage, 130 for an interruption, and 141 if the reader of stdout
-    has ended.
+    The status is 0 for success, 1 for bad data and faults of this package, 2 for wrong usage, 130 for an interruption, and 141
+    if the reader of stdout has ended.
     """
     if sys.stdout is None or sys.stderr is None:  # closed by the shell, as in `2>&-`
         null = open(os.devnull, "w")  # noqa: SIM115

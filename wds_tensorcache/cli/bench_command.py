@@ -138,7 +138,7 @@ def bench(
 
 
 def _is_uneven(tensor: TensorSchema, num_samples: int) -> bool:
-    """Return whether no batch can have a tensor: its dtypes differ, or some samples have shorter lists."""
+    """Return whether batches cannot contain a tensor: its dtypes differ, or it is in lists of different lengths."""
     is_in_list = any(map(str.isdecimal, tensor.name.split(".")))
     return isinstance(tensor.dtype, tuple) or (is_in_list and tensor.num_samples < num_samples)
 
@@ -156,7 +156,7 @@ def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
 
 
 def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
-    """Return the indices of all samples, or of samples at equal distances with about `max_nbytes` bytes of tensors."""
+    """Return indices of samples at equal distances: all, or at most 262,144 with about `max_nbytes` bytes of tensors."""
     total = sum(tensor.nbytes for tensor in cache.schema.values())
     if not total:
         raise ValueError("there are no samples with tensors")
@@ -173,14 +173,14 @@ def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
 
 
 def _count_nbytes(cache: tc.TensorCache, index: int, names: list[str]) -> int:
-    """Return the bytes of some tensors of a sample."""
+    """Return the number of bytes of the tensors `names` of a sample."""
     shard, row = cache._store.locate(cache._at(index))
     stored = shard.layout(row).named if names else {}
     return sum(stored[name].end - stored[name].begin for name in names if name in stored)
 
 
 def _find_collate(cache: tc.TensorCache) -> Any:
-    """Return a value of `collate` that lists tensors of several shapes, and stacks all other tensors."""
+    """Return a value of `collate` that lists tensors of several shapes or not in all samples, and stacks other tensors."""
     ways = {}
     for tensor in cache.schema.values():
         is_uneven = tensor.shape is None or any(isinstance(size, tuple) for size in tensor.shape)

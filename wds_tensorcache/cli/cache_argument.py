@@ -38,7 +38,7 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
     Raises:
         click.UsageError: `path` is not valid.
         click.BadParameter: `name` is not valid.
-        FileNotFoundError, FormatError, KeyError: As `tc.open`.
+        FileNotFoundError, FormatError, KeyError: As for `tc.open`; KeyError also if the shards contain no cache.
     """
     try:
         cache = tc.open(path, cache=name)
@@ -57,11 +57,7 @@ def open_cache(path: str, name: str | None = None) -> Iterator[tc.TensorCache]:
 
 
 def sample_key(cache: tc.TensorCache, name: str) -> str:
-    """Return the key of a sample from its key or original name.
-
-    Raises:
-        KeyError: There is no such sample; the message lists similar keys.
-    """
+    """Return the key of a sample from its key or original name; raise KeyError with similar keys if there is no sample."""
     if name not in cache and (safe := tc.safe_key(name)) in cache:
         return safe
     cache[name]

@@ -22,8 +22,8 @@ from wds_tensorcache.storage.urls import shown
 def diff_command(first: str, second: str, limit: int, cache_name: str | None, as_json: bool) -> int:
     """Compare the samples of FIRST and SECOND by key: tensors bit for bit, small values, and other members.
 
-    Tensors with equal digests are not read. The exit status is 0 if all samples are equal, and 1 if they differ. Fingerprints
-    and the order of the samples are not compared.
+    Tensors of samples with equal digests and skeletons are not read. The exit status is 0 if all samples are equal, and 1 if
+    they differ. Fingerprints and the order of the samples are not compared.
     """
     output = Output(as_json)
     with (

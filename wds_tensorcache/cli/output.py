@@ -24,10 +24,9 @@ _WIDEST = 100_000  # of a table in a file, in columns
 
 
 def plain(text: object) -> str:
-    """Replace characters that are invisible, or that reorder text, by escapes such as `\\x1b`.
+    """Replace characters that `str.isprintable` refuses by escapes such as `\\x1b`.
 
-    These are control characters, line breaks, surrogates, marks of direction, characters without width, and white space other
-    than the space.
+    Examples are control characters, line breaks, surrogates, marks of direction, and white space other than the space.
     """
     text = str(text)
     if text.isprintable():

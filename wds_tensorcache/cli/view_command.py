@@ -96,7 +96,7 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Refuse to replace a file that is not a page, such as a shard."""
+    """Raise UsageError if there is no such folder, or the file exists and is not a page, but for example a shard."""
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")

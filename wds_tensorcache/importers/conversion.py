@@ -36,7 +36,7 @@ from wds_tensorcache.writing.writer import ShardWriter
 
 _MIN_SAMPLES = 32  # starting processes takes longer than converting fewer samples
 _MANY_SAMPLES, _MANY_NBYTES = 128, 1 << 26  # this many samples or bytes are worth several shards
-_NUM_SHARDS = 4  # a multiple of this, so that two or four workers end together
+_NUM_SHARDS = 4  # about a multiple of this, so that two or four workers end together
 _NUM_PROBED = 64  # samples in which to look for tensors that could be narrowed
 _LARGE_NBYTES = 1 << 17  # longer samples are written at once: other workers run while this worker waits for the disk
 _POLL_S = 0.1
@@ -112,13 +112,15 @@ class Conversion:
 
         Args:
             shards: Sample indices of each shard, by the number of the shard.
-            num_workers: Number of processes or threads.
+            num_workers: Maximum number of processes or threads.
             may_fork: True if the workers may be forked processes.
             progress: As for `tc.build`.
             num_present: Number of samples that are in finished shards, for the progress.
 
         Raises:
+            TensorCacheError: A sample is bad, and `stops` is True.
             ChildProcessError: A worker process was killed.
+            OSError: Memory or descriptors ran out, or a shard cannot be written.
         """
         todo = sorted(index for shard in shards.values() for index in shard)
         self._probed = set() if self.narrow else set(todo[:_NUM_PROBED])
@@ -135,7 +137,7 @@ class Conversion:
             pool = ThreadPoolExecutor(max(1, num_workers), initializer=torch.set_num_threads, initargs=(1,))
             write = self.write_shard
         try:
-            # Workers start first: a bar may have a thread, and a process with threads is not forked.
+            # Workers start first: a bar may have a thread, and a process with threads must not be forked.
             futures = [pool.submit(write, slot, *shard) for slot, shard in enumerate(shards.items(), 1)]
             with closing(Progress(progress, num_present + len(todo), unit=" samples", smoothing=0)) as bar:
                 for future in futures:
@@ -157,7 +159,7 @@ class Conversion:
                 restore.join()
 
     def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
-        """Write one shard. Leave out bad samples, or raise the error of the first bad sample."""
+        """Write one shard without bad samples, or raise the error of the first; raise InterruptedError if the import ends."""
         written = Written()
         with self.open_writer(number) as writer:
             for index in indexes:

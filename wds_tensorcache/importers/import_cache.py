@@ -48,7 +48,8 @@ def import_cache(
 
     Samples are stored in the order of the source. They are divided into shards by their number and the sizes of their files, so
     the shards have the same bytes for any `num_workers`. `tc.safe_key` makes the keys from the names of the samples, and
-    `cache.original_name` returns these names.
+    `cache.original_name` returns these names. Keys in tars that `tc.safe_key` may have made stay the same, unless several tars
+    have an equal key.
 
     Args:
         source: Folder with the files; or a file such as a tar, a pattern such as `"photos-{000..099}.tar"`, or a list of these.
@@ -64,9 +65,9 @@ def import_cache(
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
         num_workers: Number of processes that read and convert files; each process writes whole shards. Threads replace the
             processes for few samples, if `out` is a url, and where a fork is not safe: outside Linux, with several threads,
-            or with CUDA.
+            with CUDA, or after an import of pyarrow or jax.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples: Maximum number of samples in a shard. An import of at least 128 samples or 64 MiB gets a multiple of four
+        max_samples: Maximum number of samples in a shard. An import of at least 128 samples or 64 MiB is divided into several
             shards with about equal numbers of samples, so that all workers have work.
         max_nbytes: Approximate maximum length of a shard in bytes, estimated from the lengths of the imported files.
         progress: As for `tc.build`.
@@ -75,10 +76,11 @@ def import_cache(
         The counts, and every sample or file that was skipped.
 
     Raises:
-        ValueError: An option has a wrong value, the format is unknown or cannot be chosen, the folder has no samples, or two
-            samples have the same name.
-        FormatError: A file is bad, and `on_error` is "stop"; or all files are bad.
-        OSError: A file cannot be read, and `on_error` is "stop"; or a shard cannot be written.
+        TypeError, ValueError: `source` or an option has a wrong type or value, the format is unknown or cannot be chosen, the
+            folder has no samples, or two samples have the same name.
+        FormatError: A file is bad or cannot be read, and `on_error` is "stop"; or the source has bad files and no samples.
+        EncodeError, InvalidKeyError: A value or the name of a member cannot be stored, and `on_error` is "stop".
+        OSError: Memory or file descriptors ran out, or a shard cannot be written.
         ChildProcessError: A worker process was killed, for example for lack of memory.
         ImportError: The format needs a package that is not installed; the message contains the command that installs it.
         FileExistsError: `out` contains shards, and `resume` is False; or `out` is a folder with other shards.

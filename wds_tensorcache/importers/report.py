@@ -34,7 +34,7 @@ class ImportReport:
         num_hashed: Number of samples that this call has written with a hash in the key, because their names are too long.
             `cache.original_name(key)` returns the name.
         num_skipped: Number of samples that were not written because they are bad.
-        skipped: Skipped samples, bad files, and links out of the folder. `num_bad_files` counts the files and links.
+        skipped: Samples and files that were left out, links out of the folder or to no file, and folders that cannot be read.
         changed: Names of samples whose files have changed since an earlier call wrote the samples. The cache keeps the old
             content.
         num_gone: Number of samples in the cache that the source no longer contains.
@@ -74,7 +74,7 @@ class ImportReport:
 
     @property
     def num_bad_files(self) -> int:
-        """Number of bad files and of links out of the folder; skipped samples do not count."""
+        """Number of entries in `skipped` that are not samples."""
         return len(self.skipped) - self.num_skipped
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Read numpy, torch and safetensors files as tensors. If a file is not trusted, no pickle runs, and memory is limited."""
+"""Read numpy, torch and safetensors files as tensors. If a file is not trusted, no code in it runs, and memory is limited."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 @contextlib.contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Add the name of a file to errors; turn errors of other packages into FormatError."""
+    """Add a file's name to errors; turn errors of other packages into FormatError, except ImportError and lack of memory."""
     try:
         yield
     except (ImportError, MemoryError):
@@ -76,7 +76,7 @@ def list_npz(folder: SourceFolder, name: str) -> list[str]:
 
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
-    """Return the files in a zip; raise FormatError if two files have the same name."""
+    """Return the files in a zip; raise FormatError if it is damaged, or two files have the same name."""
     with naming(name), folder.open(name) as file:
         return list(arrays.list_zip(file).values())
 
@@ -100,8 +100,8 @@ def load_npy(folder: SourceFolder, name: str) -> Any:
 def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
     """Return the object in a file of `torch.save`; see `parse_torch`.
 
-    Memory: tensors alias the content; never write to them. With `is_mapped`, or if the file is long, the content is mapped, and
-    read on use.
+    Memory: tensors may alias the content; never write to them. With `is_mapped`, or if the file has more than 256 MiB, the
+        content is mapped, and read on use.
     """
     with naming(name), folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -123,7 +123,7 @@ def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
         file: The file itself, if there is one.
 
     Raises:
-        UnsafeSkeletonError: The content names a class other than the classes of tensors, arrays and plain values.
+        UnsafeSkeletonError: Without `trust`, the content names a class other than those of tensors, arrays and plain values.
         FormatError: The content is damaged, or has an unknown format, or expands too much.
     """
     limit = _find_limit(len(raw), trust)
@@ -167,7 +167,7 @@ def tensors_of(value: Any) -> Any:
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file, in the order of the header, and the file's metadata."""
+    """Return the tensors of a `.safetensors` file, in the order of their bytes, and the file's metadata."""
     with naming(name):
         raw = folder.view(name)
         data_begin = 8 + int.from_bytes(raw[:8], "little")

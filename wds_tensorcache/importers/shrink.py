@@ -20,7 +20,7 @@ def narrow(tensor: torch.Tensor) -> torch.Tensor:
 
     NaN and negative zero must keep their bits, too. A tensor that cannot be narrowed is returned unchanged.
 
-    Memory: newly allocated, or `tensor` itself.
+    Memory: newly allocated, or aliases `tensor`.
     """
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return tensor
@@ -55,6 +55,8 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
     Raises:
         FormatError: The sample lacks a tensor or a mask, or contains the tensor twice. Or the lengths of a tensor and its mask
             differ. Or `drop_padding` is False, and rows after the mask are not zero.
+
+    Memory: trimmed tensors are copies.
     """
     tensors = dict(_named(sample, ""))
     places = Counter(map(id, tensors.values()))

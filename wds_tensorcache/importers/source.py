@@ -35,7 +35,7 @@ class SourceSample:
     Attributes:
         name: Name in the source, for example a relative path without suffix.
         files: Relative paths of the sample's files.
-        load: Function that reads the sample, in any thread. It raises FormatError or OSError if a file is bad.
+        load: Function that reads the sample, in any thread. It raises FormatError if a file is bad.
         key: Key of the sample; None if `tc.safe_key` makes the key from the name.
     """
 
@@ -73,7 +73,7 @@ class Format:
         name: Name for `--format`.
         title: The program and its files, in one line.
         files: Pattern of file names, or a function that counts the files of this format in a folder. The function looks at the
-            names and, if they do not suffice, at the beginnings of a few files.
+            names and, if they do not suffice, at small parts of some files.
         open: Function that finds the samples in a folder.
         is_generic: True for a format that fits the files of many programs. It is chosen only if no other format fits.
     """
@@ -96,7 +96,7 @@ class Faults(dict[str, str]):
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Record a FormatError of the `with` block as the fault of a file."""
+        """Catch a FormatError of the `with` block, and record it as the fault of a file."""
         try:
             yield
         except FormatError as exc:

@@ -1,4 +1,4 @@
-"""The files of a folder to import. Links out of the folder are not followed."""
+"""The files of a folder to import. Links out of the folder are not followed, except to blobs of the same Hub repository."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class SourceFolder:
         self.ignored.sort()
 
     def first_fault(self) -> FormatError | None:
-        """Return an error for the first of `faults`, with the number of equal faults and the remedy; None without faults."""
+        """Return an error for the first of `faults`, with the number of further equal faults; None without faults."""
         if not self.faults:
             return None
         name = min(self.faults)
@@ -111,7 +111,7 @@ class SourceFolder:
 
     @cached_property
     def by_suffix(self) -> dict[str, list[str]]:
-        """Sorted names for each last suffix, in lower case and with its dot; "" for names without a suffix."""
+        """Sorted names by last suffix. Suffixes are in lower case and begin with a dot; "" stands for no suffix."""
         names: dict[str, list[str]] = {}
         for name in self.names:
             names.setdefault(os.path.splitext(name)[1].lower(), []).append(name)
@@ -130,7 +130,7 @@ class SourceFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[io.FileIO]:
-        """Open a listed file; an OSError in the `with` block becomes a FormatError of the kind "unreadable"."""
+        """Open a listed file; turn an OSError in the `with` block into ShortageError or FormatError (kind "unreadable")."""
         try:
             with io.FileIO(self.locate(name)) as file:
                 yield file
@@ -148,14 +148,14 @@ class SourceFolder:
             return file.readall()
 
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
-        """Return the text in a listed UTF-8 file, without a byte order mark and surrounding white space."""
+        """Return the stripped text of a file without its byte order mark; raise FormatError if it is too long or not UTF-8."""
         try:
             return self.read(name, max_nbytes).decode("utf-8-sig").strip()
         except UnicodeDecodeError as exc:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
 
     def read_json(self, name: str, names_nan: bool = False) -> Any:
-        """Return the JSON in a listed file; with `names_nan`, NaN and infinities become texts."""
+        """Return the JSON in a listed file, or raise ValueError; with `names_nan`, NaN and infinities become texts."""
         return json.loads(self.read_text(name, _MAX_JSON_NBYTES), parse_constant=str if names_nan else None)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
@@ -174,10 +174,10 @@ class SourceFolder:
 
         Large contents begin `shift` bytes after the beginning of a page.
 
-        Memory: recycled when the last reference to the view is gone.
-
         Raises:
             FormatError: The file ends before byte `end`, or was truncated during the read.
+
+        Memory: a copy. Memory of 64 KiB or more is recycled when the last reference to the view is gone.
         """
         fd = file.fileno()
         file_nbytes = os.fstat(fd).st_size

@@ -69,9 +69,9 @@ def diff_caches(
 ) -> CacheDiff:
     """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
 
-    Two samples are equal if the digests of their tensors and the bytes of their skeletons are equal. Their tensors are
-    not read, so damage in them is not noticed; `tc.verify` finds it. If a key occurs several times, the samples with this key
-    are compared in order. `progress` is called with the number of compared samples, and of all samples in `first`.
+    If the digests of two samples' tensors and the bytes of their skeletons are equal, the tensors are not read, so damage in
+    them is not noticed; `tc.verify` finds it. If a key occurs several times, the samples with this key are compared in order.
+    `progress` is called with the number of compared samples, and of all samples in `first`.
 
     Raises:
         OSError: A shard cannot be read.
@@ -117,7 +117,7 @@ class _Stored:
         return stored[begin:]
 
     def member(self, suffix: str) -> bytes | None:
-        """Return the content of a member that is not a tensor member; None if the sample has no such member."""
+        """Return the content of a member outside the cache; None if the sample has no such member."""
         position = self.shard.find_members(np.array([self.row]), suffix).item()
         return None if position < 0 else self.shard.file.read(*self.shard.member_extent(suffix, position))
 
@@ -249,7 +249,7 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values of the same type are equal bit for bit."""
+    """Return whether two values of the same type are equal. NaN equals NaN, but 0.0 is not -0.0."""
     if type(one) in ATOMS:
         return repr(one) == repr(two)  # which distinguishes NaN, 0.0 and -0.0
     try:

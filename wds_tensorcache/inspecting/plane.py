@@ -38,7 +38,7 @@ class Planes:
         kind: `"picture"` for the channels of one picture, `"map"` for planes of numbers.
         count: Number of channels, or of all planes `[H, W]`.
         height, width: Size in elements.
-        note: The part that is drawn; empty for the whole tensor.
+        note: Text about the part that is drawn, and about its colors; may be empty.
     """
 
     kind: str
@@ -130,7 +130,7 @@ def _is_byte(dtype: Any) -> bool:
 
 
 def shrink(planes: Array, height: int, width: int) -> Array:
-    """Shrink planes `[C, H, W]` to at most this size. Each element is the mean of a block, with its NaN and infinity."""
+    """Shrink planes `[C, H, W]` to at most this size. Each element is the mean of a block; NaN and infinities spread to it."""
     height, width = min(height, planes.shape[1]), min(width, planes.shape[2])
     if (height, width) == planes.shape[1:]:
         return planes
@@ -157,8 +157,8 @@ class Colors:
 def fit_colors(planes: Sequence[Array], is_uint8: bool = False) -> Colors:
     """Return colors that show the differences in planes `[C, H, W]` of several samples.
 
-    Three channels are red, green and blue. For any other number of channels, the first principal component is brightness, and
-    the next two are hues.
+    One channel is brightness; three channels are red, green and blue. For other numbers of channels, the first principal
+    component is brightness, and the next two are hues.
     """
     parts = [_some_pixels(part) for part in planes]
     ranges = [np.ptp(part) if part.size else 0 for part in parts]

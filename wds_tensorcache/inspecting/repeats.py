@@ -43,7 +43,7 @@ class RepeatCounter:
         self._is_partial = False
 
     def add(self, digest: int, name: str, key: str, nbytes: int) -> None:
-        """Count a tensor by the digest of its dtype, shape and bytes."""
+        """Count a tensor, unless it is empty, by the digest of its dtype, shape and bytes."""
         name, key, nbytes, count = self._kept.get(digest, (name, key, nbytes, 0))
         if nbytes and (count or len(self._kept) < _MAX_KEPT):
             self._kept[digest] = name, key, nbytes, count + 1

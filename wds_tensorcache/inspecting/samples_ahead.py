@@ -21,7 +21,7 @@ _MAX_NBYTES = 1 << 22  # of a member; the tensors of a larger member are read wh
 
 
 def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], _Result]) -> Iterator[_Result]:
-    """Yield `run(index)` for each index, in order. For remote shards, threads run up to 17 samples ahead."""
+    """Yield `run(index)` for each index, in order. For remote shards, threads run up to 16 samples ahead."""
     if remote_url([cache]) is None:
         yield from map(run, indices)
         return
@@ -35,7 +35,7 @@ def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], 
 def read_samples(cache: Cache[Any], indices: Sequence[int]) -> Iterator[_Read]:
     """Yield the index of each sample, its lazy tensors by name, and the error of the read or None.
 
-    Memory: the tensors of a remote sample are copied into memory if they take at most 4 MiB.
+    Memory: the tensors of a remote sample are copied into memory, unless a member has more than 4 MiB of them.
     """
     is_remote = remote_url([cache]) is not None
 

@@ -29,7 +29,7 @@ from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.description import Description, TensorDescription
 
 Array = np.ndarray[Any, Any]
-# statistics of the tensors of one sample, by name; None for tensors of text or dates
+# statistics of the tensors of one sample, by name; None for tensors without numbers, for example of texts
 Values = Mapping[str, ValueStatistics | None]
 _MAX_TENSORS, _MAX_PAGE_TENSORS = 1000, 300  # tensors, by name, whose numbers are examined
 _NUM_KEYS = 8
@@ -48,7 +48,7 @@ class TensorStatistics:
     Attributes:
         description: Dtype, shapes, bytes and number of samples in the whole cache.
         num_examined: Number of samples whose numbers were read.
-        values: Statistics of these numbers; None if no sample was examined, or if the elements are text or dates.
+        values: Statistics of these numbers; None if no sample was examined, or if the elements are not numbers.
         num_not_finite: Number of examined samples that have a NaN or an infinity in this tensor.
         not_finite: Keys of the first of these samples, at most 8.
     """
@@ -106,7 +106,7 @@ class Mark(NamedTuple):
 
 
 class Survey:
-    """Statistics of samples of a cache. Each tensor is read once, in parts of at most 4 MiB.
+    """Statistics of samples of a cache. Tensors are read in parts of at most 4 MiB; for a page, planes are read again.
 
     Args:
         cache: Cache, or a view of a cache.
@@ -115,7 +115,7 @@ class Survey:
         for_page: Also compute colors and usual ranges, and record samples that cannot be read instead of raising an error.
 
     Attributes:
-        description: Properties of all samples, from the indexes; of the examined samples alone if a sample is damaged.
+        description: Properties of all samples, from the indexes; for a page of a damaged cache, of intact examined samples.
         tensors: Statistics of each tensor, by name. Only the first 1,000 tensors are read, or 300 for a page.
         sample_nbytes: Statistics of the bytes of the tensors of the examined samples.
         repeats: Tensors that are stored several times in the examined samples.
@@ -124,10 +124,10 @@ class Survey:
         errors: For a page, error messages of the samples that cannot be read, by index.
 
     Raises:
-        FormatError: A shard is damaged, or a sample needs a class that is not in `allow=`; not raised with `for_page`.
+        FormatError, OSError: A sample is damaged, cannot be read, or needs a class that is not in `allow=`; without `for_page`.
 
     Memory: 128 KiB for each examined tensor, and at most 100 MB for digests. A page also takes a few hundred bytes for each
-        tensor in each sample.
+        tensor in each sample, and until the colors are computed, up to 48 reduced pictures of each tensor.
     Threads: immutable after `__init__`, so safe to share.
     """
 

@@ -20,7 +20,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def number_text(value: float | None) -> str:
-    """Return a number with four digits; `-` in place of None."""
+    """Return a number with four significant digits, or an integer below 10^9 with all digits; `-` in place of None."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**9 else f"{value:.4g}"
@@ -50,7 +50,7 @@ def tensor_text(tensor: Any) -> str:
 
 
 def escape_hidden(text: str, limit: int = 200) -> str:
-    """Return at most `limit` characters of a text; characters that hide or reorder text become escapes."""
+    """Cut a text to `limit` characters and `…`, and replace characters that hide or reorder text by escapes."""
     cut_text = text[:limit] + "…" * (len(text) > limit)
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), cut_text)
 
@@ -83,7 +83,7 @@ def cut(text: str, max_nbytes: int) -> str:
 
 
 def json_number(value: float) -> float | int | str:
-    """Return a number for the page with six digits; NaN and infinities as text, because JSON has none."""
+    """Return a number for the page, a float with six significant digits; integers from 2^53 on, NaN and Inf become text."""
     if isinstance(value, int):
         return int(value) if abs(value) < 1 << 53 else f"{value:.6g}"
     value = float(f"{value:.6g}")

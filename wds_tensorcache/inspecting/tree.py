@@ -48,7 +48,8 @@ def describe_samples(samples: Sequence[Any], tensors: Mapping[str, Any] | None =
     """Return the structure of one or more lazy samples; no tensor is read.
 
     The tree has at most 2,000 places, 100 items of each container, and 40 levels. A container that occurs again has no
-    children. Containers are dicts, and lists, tuples and deques that contain a tensor. All other objects are values.
+    children. Containers are dicts that are not empty, and lists, tuples and deques that contain a tensor. All other objects are
+    values.
 
     Args:
         samples: Samples with lazy tensors.

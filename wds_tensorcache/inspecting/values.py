@@ -22,11 +22,11 @@ _CUT = 0.1  # percent of the values that may be cut off at either end of a histo
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """The numbers of values in bins of equal width. It counts all values, or about 8,000 to 16,000 random values.
+    """The numbers of values in bins of equal width. It counts all finite values, or 8,000 to 16,000 at random.
 
     Attributes:
         begin: Lower end of the first bin.
-        width: Width of each bin; at least 1 for whole numbers, 0 if all values are equal.
+        width: Width of each bin; a whole number for integers, 0 if all values are equal floats.
         counts: Numbers of values in `[begin + i * width, begin + (i + 1) * width)`, at most 64 bins. The last bin includes its
             end.
         num_below, num_above: Numbers of values outside the bins. They are 0 unless a few outliers would leave most bins empty.
@@ -107,7 +107,7 @@ def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatist
 
 
 class ValueSample:
-    """A random sample of all added values, of bounded size. Equal values give equal samples."""
+    """A random sample of all finite values that were added, of bounded size. Equal calls of `add` give equal samples."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
@@ -156,7 +156,7 @@ def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
     """Yield the elements of a tensor or array as pairs of a buffer, and a 1-D tensor or array that aliases it.
 
     Raises:
-        FormatError: The bytes are not values of the dtype, or the shard was changed; the message names the tensor.
+        FormatError: The shard was changed, or the bytes are not values of the dtype; the message then names the tensor.
 
     Memory: each part is a copy of at most 4 MiB, or one element if it is larger.
     """
@@ -172,7 +172,7 @@ def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
 
 
 def as_numbers(part: Any) -> Array | None:
-    """Return a tensor or array as an array of bools, integers or floats; None if its elements are not numbers (text, dates).
+    """Return a tensor or array as an array of bools, integers or floats; None for texts, dates and packed float4.
 
     The real and imaginary parts of complex numbers form a further dimension of size 2. Floats of less than 32 bits
     become float32.

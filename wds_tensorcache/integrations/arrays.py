@@ -1,4 +1,4 @@
-"""Decode the bytes of `.npy`, `.npz` and gzip files. The cost is at most a small multiple of their length."""
+"""Decode the bytes of `.npy`, `.npz` and gzip files. Unless pickles are trusted, their length or a limit bounds the memory."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ Array = np.ndarray[Any, Any]
 
 def parse_npy(content: Any, trust: bool = False) -> Array:
     """Return the array in the content of an `.npy` file; run the pickles in it only if `trust` is True.
+
+    Raises:
+        FormatError: The bytes do not fit the header, or `trust` is False, and the array contains objects. For a damaged header,
+            numpy raises errors of several classes.
 
     Memory: aliases `content`, and may be unaligned. Arrays of objects are newly allocated.
     """
@@ -65,7 +69,7 @@ def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 
 
 def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """Return the files in a zip by name; raise FormatError if two files have the same name, or a file has no name."""
+    """Return the files in a zip by name; raise FormatError for a repeated or empty name, BadZipFile for a damaged zip."""
     with zipfile.ZipFile(file) as archive:
         files = archive.infolist()
     listed = {file.filename: file for file in files}
@@ -77,7 +81,7 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
-    """Return the stored bytes of a file in a zip, which may be compressed by deflate.
+    """Return the bytes of a file as the zip stores them, possibly compressed by deflate.
 
     Args:
         view: Function that returns the bytes `[begin, end)` of the zip.
@@ -114,6 +118,9 @@ def parse_npz(
         remedy: Advice at the end of a message about the limit, for users who trust the file.
         trust: True if pickles in arrays may run.
 
+    Raises:
+        FormatError: A file is damaged or not an array, or the arrays exceed `limit`. numpy and zlib raise their own errors.
+
     Memory: arrays that are not compressed alias `content`.
     """
     expanded = sum(file.file_size for file in files.values())
@@ -135,7 +142,7 @@ def parse_npz(
 
 
 def gunzip(raw: bytes, limit: int, remedy: str) -> bytes:
-    """Return the content of a gzip file; raise FormatError with the advice `remedy` if it exceeds `limit` bytes."""
+    """Return the content of a gzip file; raise FormatError with `remedy` beyond `limit` bytes, and gzip's errors for damage."""
     # in pieces, because gzip.decompress copies all bytes after each of the concatenated streams
     with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file, io.BytesIO() as expanded:
         while piece := file.read(_PIECE_NBYTES):

@@ -73,7 +73,7 @@ def export_cache(
 ) -> ExportReport:
     """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
 
-    `NAME` is the original name of the sample (see `tc.original_name`). If some system does not allow this name for a file, or
+    `NAME` is the original name of the sample (see `tc.original_name`). If the name is not safe as the name of a file, or
     another file has the name, `NAME` is the key, or a name made from the key. The report lists these samples in `renamed`. No
     file is ever written outside `out`.
 
@@ -83,7 +83,8 @@ def export_cache(
       has no bfloat16 and no float8: such tensors become float32 with the same numbers.
     - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
 
-    The folder appears when it is complete. If an export was interrupted or killed, repeat the call to continue the export.
+    The folder appears when it is complete. If an export was interrupted or killed, repeat the call to continue the export. A
+    tar begins again, and so does every export after a reboot.
 
     Args:
         cache: Cache, or a view of a cache.
@@ -145,7 +146,7 @@ def _identify(cache: Cache, kind: str) -> str:
 
 
 class _Export:
-    """The names of all files of an export, and the report."""
+    """One export, with the names of all its files and its report."""
 
     def __init__(self, cache: Cache, kind: str) -> None:
         self.report = ExportReport()
@@ -164,7 +165,7 @@ class _Export:
             )
 
     def write(self, folder: str, bar: Progress) -> None:
-        """Write all samples that are not in the folder yet."""
+        """Write all samples that are not in the folder yet; write a tar as a whole."""
         if self._kind == "webdataset":
             with tarfile.open(os.path.join(folder, _TAR), "w", format=tarfile.PAX_FORMAT) as tar:
                 for i, name in enumerate(self._names):
@@ -192,7 +193,7 @@ class _Export:
         return [suffix for suffix, rows in self._having.items() if rows[i]]
 
     def _name(self, i: int, key: str) -> str:
-        """Choose an unused name for the files of a sample."""
+        """Choose and claim an unused name for a sample's files; raise EncodeError or InvalidKeyError if there is none."""
         suffixes = [*self._own, *self._members(i)]
         for suffix in suffixes[len(self._own) :]:
             if suffix in self._own:
@@ -226,7 +227,7 @@ class _Export:
         return True
 
     def _contents(self, i: int) -> dict[str, bytes]:
-        """Return the contents of a sample's files by suffix; the file with the tensors is the last."""
+        """Return the contents of a sample's files by suffix, with the tensors last, and count the sample as written."""
         members = {suffix: self._cache.read_members([i], suffix)[0] for suffix in self._members(i)}
         sample = realize(self._cache[i])
         self.report.num_written += 1
@@ -284,7 +285,7 @@ class _Export:
             return wide.numpy()
 
     def _as_json(self, name: str, leaf: Any) -> Any:
-        """Return a value that JSON can hold, or a text in its place."""
+        """Return a value that JSON can hold, or a text in its place, which the report lists."""
         try:
             decoded = json.loads(json.dumps(leaf, allow_nan=False))
         except (TypeError, ValueError, RecursionError):
@@ -296,7 +297,7 @@ class _Export:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and other values of nested containers by name; empty containers are values."""
+    """Yield the tensors and other values in containers by name. Empty containers and lists of plain values are values."""
     if isinstance(value, dict) and value:
         items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, SEQUENCES) and any(
@@ -335,7 +336,7 @@ def _encode_json(values: dict[str, Any]) -> bytes:
 
 
 def _is_safe(name: str) -> bool:
-    """Return whether every system accepts a relative path as the name of a file inside a folder."""
+    """Return whether a relative path is short, stays inside its folder, and has only characters that every system accepts."""
     return (
         all(part.isprintable() and part[:1] not in ("", ".") and _REFUSED.isdisjoint(part) for part in name.split("/"))
         and max(map(len, name.encode().split(b"/"))) <= _MAX_PART_NBYTES

@@ -56,7 +56,7 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
             counts["completed"] = counts["processed"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the states into the loaders, and set Lightning's counters to the number of used batches."""
+        """Load the states into the loaders, and correct Lightning's counters if they count the batches of these loaders."""
         states, self._states = self._states, []
         if not states:
             return

@@ -2,7 +2,7 @@
 
 An allow-list of names is not enough: 500 bytes can describe a key of nested, shared tuples whose hash takes years, 400 bytes
 can allocate gigabytes, and a state can change any object. So opcodes are also limited to a list. States change only arrays and
-dtypes, and each call checks its arguments. Time and memory stay a small multiple of the bytes read.
+dtypes, and each call checks its arguments. Time and memory stay a small multiple of the bytes read and the caller's limit.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = N
 
     Args:
         raw: The pickle, with nothing after it.
-        limit: Maximum number of bytes of all tensors, arrays and copied values together. Elements that tensors share count once
-            for each tensor.
+        limit: Maximum number of bytes of all tensors, arrays and copied values together, to which 64 times the length of the
+            pickle is added. Elements that tensors share count once for each tensor.
         remedy: Advice at the end of messages, for users who trust the file.
         allow: Classes that the caller trusts.
 
@@ -84,7 +84,7 @@ def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed |
         UnsafeSkeletonError: As for `decode_pickle`.
         FormatError: The file is damaged, has a different format, or exceeds `limit`.
 
-    Memory: tensors alias `raw` if it is writable; all tensors of a storage share its memory.
+    Memory: tensors alias `raw` if it is writable and their storage is aligned; all tensors of a storage share its memory.
     """
     content: Any = memoryview(raw)
     with _advising(remedy):
@@ -340,7 +340,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return np.frombuffer(raw, dtype, 1)[0] if len(raw) else dtype.type()
 
     def _check_array(self, raw: Any, dtype: Any, shape: Any) -> None:
-        """Raise FormatError unless `raw` contains the bytes of an array with this dtype and shape."""
+        """Count the bytes of an array; raise FormatError unless `raw` contains an array with this dtype and shape."""
         is_shape = shape.__class__ is tuple and all(n.__class__ is int and n >= 0 for n in shape)
         if not isinstance(dtype, np.dtype) or raw.__class__ not in (bytes, bytearray) or not is_shape:
             raise FormatError(f"expected bytes, a dtype and a shape, got {shown(raw)}, {shown(dtype)}, {shown(shape)}")

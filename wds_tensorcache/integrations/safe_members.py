@@ -44,7 +44,7 @@ class MemberDecoder(Decoder):
         self._is_stock = [_is_stock(handler) for handler in self.handlers]
 
     def decode1(self, key: str, content: bytes) -> Any:
-        """Decode one member; `key` is its extension without the first dot."""
+        """Decode one member; `key` is its extension without the first dot. Return `content` if no handler knows it."""
         # relative to the member in the tar, so that the ratio is applied only once to an `npz.gz`
         extension, nbytes = "." + key, len(content)
         limit = max_expanded(nbytes, self._max_expanded_nbytes)
@@ -128,10 +128,12 @@ def _check_picture(content: bytes) -> None:
 
 
 def shrink_picture(content: bytes, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:
-    """Return a JPEG, PNG or WebP picture, small and upright, as a JPEG of about `max_nbytes` at most, with width and height.
+    """Return a JPEG, PNG or WebP picture, upright and with sides of at most `max_side` pixels, as a JPEG, and width and height.
+
+    The picture gets smaller until the JPEG has at most `max_nbytes` bytes, or the picture at most 8 x 8 pixels.
 
     Raises:
-        FormatError: The bytes are damaged or of another format, or the picture has more than 2^25 pixels.
+        FormatError: The bytes are damaged or of another format, or more than 2^25 pixels would be decoded.
         ImportError: Pillow is not installed.
     """
     import PIL.Image

@@ -13,7 +13,7 @@ def dump_metadata(metadata: dict[str, str]) -> bytes:
 
 
 def parse_metadata(member: bytes) -> dict[str, str] | None:
-    """Return the metadata in a member that `dump_metadata` wrote; None for other content."""
+    """Return the metadata in a member that `dump_metadata` wrote; None for empty metadata, and for other content."""
     try:
         metadata = json.loads(member)
     except (ValueError, RecursionError):

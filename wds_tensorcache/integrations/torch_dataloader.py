@@ -113,7 +113,7 @@ def torch_loader(
     Args:
         cache, batch_size: As for `StepSampler`.
         collate, pad_value: As for `read_batch`; if `collate` is a function, the workers call it.
-        choose, transform, on_early_exit: As for `tc.Loader`; the workers call `transform`, without a GPU.
+        choose, transform, on_early_exit: As for `tc.Loader`; the workers call `transform`, with batches in host memory.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`. Workers that read from s3, gs or az are started by `forkserver` by default, since
             obstore does not work in forked processes; `transform` and `collate` must then be picklable.
@@ -121,7 +121,8 @@ def torch_loader(
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.
-        TypeError: An option is unknown.
+        TypeError: An option is unknown. Also when iterating, if an argument cannot be pickled for the workers.
+        KeyError, BatchError, RuntimeError: As for `StepSampler` and `tc.Loader`.
     """
     check_options(torch_loader, steps, StepOptions.__annotations__, REMEDIES)
     if num_workers == 0 and timeout > 0:
@@ -152,8 +153,8 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     """torch's `DataLoader` with a state that follows the last returned batch. `torch_loader` makes it.
 
     The state is exact for any number of workers, before and after resuming, and `tc.Loader` accepts it too. An error in a
-    worker ends the iteration, and is raised in the main process with its type and attributes. The position stays after the last
-    returned batch.
+    worker ends the iteration, and is raised in the main process. Errors of this package and OSError keep their attributes. The
+    position stays after the last returned batch.
 
     Lightning saves and restores the state. accelerate's `prepare` returns this loader, on any number of ranks. From then on,
     its batches are on accelerate's device, and accumulated gradients are used at the end of each epoch.

@@ -107,13 +107,17 @@ def decode(
         lazy: True leaves tensors unread until they are used.
         verify: True recomputes both digests of every sample.
         allow: Classes that skeletons and other pickles may build; only for shards that you trust.
-        handler: Function that is called with the exception if a sample cannot be decoded. By default, it raises the exception.
+        handler: Function that is called with the exception if a sample of a stream cannot be decoded. By default, it raises the
+            exception. If it returns True, the stream continues without the sample, else it ends.
         max_expanded_nbytes: Limit in bytes for the expanded length of a compressed member (`gz`, `npz`), and for the total size
             of tensors and arrays of a pickle that share their elements. Members may always expand to 64 times their own length.
             A compressed pickle (`pkl.gz`) may expand only to 1/64 of this limit, or to 8 times its length, because its objects
             take more memory. Compressed JSON or MessagePack may expand to 1/8 of this limit, or to 64 times its length.
             Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
+
+    Raises:
+        TypeError, ValueError: A handler or an option has a wrong type or value.
 
     Raises (when iterating):
         FormatError: One of the two members of a cache is missing, damaged, or belongs to a different sample; webdataset's own

@@ -49,10 +49,10 @@ _NUM_WORKERS = 1024
 class ResumablePipeline(IterableDataset[Any]):
     """A dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can resume from a saved state.
 
-    Each iteration yields one epoch, also in `DataLoader` workers. `state_dict` lists the samples of the epoch that have
-    left the last stage. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All
-    other samples follow, in the order of an uninterrupted run; only samples that a stage held back, to shuffle or batch
-    them, may come in a different order. Samples that a stage dropped are passed to it again.
+    Each iteration yields one epoch, also in `DataLoader` workers. `state_dict` lists the samples of the epoch that were
+    returned. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All other samples
+    follow, in the order of an uninterrupted run; only samples that a stage held back, to shuffle or batch them, may come in a
+    different order. Samples that a stage dropped are passed to it again.
 
     Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
     be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
@@ -71,8 +71,8 @@ class ResumablePipeline(IterableDataset[Any]):
             a manifest if it ends with `.json`, a folder if it ends with `/`, and a pattern if its last part has wildcards. In
             an object store, a url without a dot in its last part is a folder, too. Any other remote url is a shard, unlike
             in `tc.open`. A string in a list is always a shard. webdataset's `gopen` opens all other strings, and runs a
-            string that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name found through a
-            folder, manifest, wildcard or brace are always opened as paths.
+            string that starts with `pipe:` as a command. A `PathLike`, the name of a file, and any name from a folder, a
+            manifest, or a path with wildcards or braces are never run as commands.
         stages: Stages of webdataset, or compatible functions: `tc.decode()`, `wds.shuffle(1000)`, `wds.batched(32)`.
         batch_size: Number of items of the last stage in a batch; None yields single items. Pass `batch_size=None` to the
             `DataLoader`, which would otherwise batch these batches. Without `steps`, the last batch of each worker may be
@@ -93,10 +93,11 @@ class ResumablePipeline(IterableDataset[Any]):
         FileNotFoundError: No file matches a local string, a folder has no shards, or a manifest does not exist.
         TypeError: `urls` has a type that is not listed above.
         ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does; or
-            `steps` has no `batch_size`, is less than 1, or needs numbers of samples that no manifest lists.
+            `steps` has no `batch_size`, or needs numbers of samples that no manifest lists; or a number is out of range.
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
+        RuntimeError: A later iteration has begun, or the state was loaded in another process.
         ValueError: No item leaves the last stage in a whole pass over a worker's shards, but `steps` needs items.
         FormatError, OSError, ImportError: As for `tarfile_to_samples`; FormatError also if a shard does not match its manifest.
 
@@ -228,7 +229,7 @@ class ResumablePipeline(IterableDataset[Any]):
     def num_left_out(self) -> int | None:
         """Number of samples of this process's shards that the epoch's batches have not used, 0 if the shards are repeated.
 
-        None if no manifest lists the samples. `DataLoader` workers have their own numbers, which their warnings show.
+        None if no manifest lists the samples of some shard. Warnings of `DataLoader` workers show the numbers of the workers.
         """
         if self._progress.num_passes:
             return 0
@@ -246,7 +247,7 @@ class ResumablePipeline(IterableDataset[Any]):
             self._epochs.put(epoch if is_over else epoch - 1)
 
     def _enter(self) -> Any:
-        """Return torch's `WorkerInfo`. In a new process, reset the position inherited from the parent process."""
+        """Return torch's `WorkerInfo`. In a new process, reset the inherited position; raise RuntimeError if it was loaded."""
         self._find_rank()
         if self._pid != os.getpid():
             if self._is_next and (self._done or self._is_over):
@@ -415,7 +416,7 @@ class ResumablePipeline(IterableDataset[Any]):
                     return
 
     def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard that are not done. Reading a remote shard starts at the first such sample."""
+        """Yield the samples of a shard that are not done. A remote shard is read from the first on, if its offset is known."""
         url, listed = self._urls[shard], self._listed[shard]
         source, first = {"url": url}, (0, 0)
         if is_remote(url):
@@ -449,7 +450,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return _divide(order, self._loads, self._world_size)[self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the samples that have left the last stage, as plain values for JSON.
+        """Return the epoch and its samples that the stream has returned, as plain values for JSON.
 
         Raises:
             RuntimeError: Workers have read the samples; `StatefulDataLoader.state_dict` collects their states.
@@ -533,7 +534,7 @@ class _SharedEpochs:
         Args:
             info: torch's `WorkerInfo`; None in the main process.
             turn: Count of iterations in this process.
-            epoch: Epoch of a loaded state; if None, the epoch of the iteration's other workers, or else the next epoch.
+            epoch: Chosen or loaded epoch; if None, the epoch of the iteration's other workers, or else the next epoch.
         """
         begun, by_worker = np.split(self._cells.numpy(), [1], axis=1)
         following = int(begun.max()) >> _KEY_BITS
@@ -565,10 +566,10 @@ class _SharedEpochs:
 
 @dataclass
 class _Progress:
-    """The part of its epoch that a process has yielded, with `steps`.
+    """The part of its epoch that a process has yielded.
 
     Attributes:
-        num_passes: Number of passes over its shards that have ended.
+        num_passes: Number of finished passes over its shards; always 0 without `steps`.
         num_batches: Number of batches.
         num_samples, num_repeated: Number of samples of the first pass, and of later passes, in these batches.
     """
@@ -580,7 +581,7 @@ class _Progress:
 
 
 class _Done:
-    """The samples of a shard that have left the last stage, and the offsets at which reading a remote shard can start.
+    """The samples of a shard that were returned, and the offsets at which reading a remote shard can start.
 
     Attributes:
         edges: Ranges of sample indices, half open, as ascending `[begin, end, begin, end, ...]`.

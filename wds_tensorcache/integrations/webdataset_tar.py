@@ -48,7 +48,7 @@ def tarfile_to_samples(
 
     Args:
         handler: Function that is called with the exception of a shard or member. By default, it raises the exception. If it
-            returns True, reading continues with the next shard or member.
+            returns True, reading continues with the next shard or member, else it ends.
         select_files: Function of a member's name that returns whether to read the member.
         rename_files: Function from a member's name to its new name.
         max_expanded_nbytes: Limit in bytes for the expanded length of a compressed shard (gzip, bzip2, xz). A shard may always
@@ -56,6 +56,9 @@ def tarfile_to_samples(
             this limit, or 8 times the bytes that were read, because its objects take more memory. A member of JSON or
             MessagePack may have 1/8 of this limit, or 64 times the bytes that were read. Raise the limit for shards that you
             trust.
+
+    Raises:
+        ValueError: `max_expanded_nbytes` is negative.
 
     Raises (when iterating):
         FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
@@ -184,7 +187,7 @@ class TarSamples:
             raise Stopped from error
 
     def _split(self, name: str) -> tuple[str, str] | None:
-        """Return the key and the suffix of a member; None if the member is not wanted."""
+        """Return the key and the suffix of a member; None if the member is not wanted, or its name has no suffix."""
         name = self.rename_files(name) if self.rename_files is not None else name
         if self.select_files is not None and not self.select_files(name):
             return None

@@ -51,7 +51,7 @@ def open_url(url: Any) -> Any:
 
 
 def shown_url(url: Any) -> str:
-    """Return a path or url for messages, without credentials."""
+    """Return a path or url for messages; urls that this package's clients read lose their credentials."""
     return shown(url) if is_remote(url) else str(url)
 
 
@@ -67,8 +67,8 @@ class _Path(str):
 def find_urls(urls: Any) -> list[Url]:
     """Return the url of each shard, and the shard as a manifest lists it, None if no manifest does.
 
-    Names from folders, manifests and patterns are `PathLike`, so they are never run as commands. Secrets in remote urls are
-    concealed.
+    Paths from folders, manifests and patterns are `PathLike`, so they are never run as commands. Secrets in remote urls are
+    concealed. Raise TypeError for anything but paths, urls and lists of them.
     """
     if isinstance(urls, str) and not isinstance(urls, os.PathLike):
         return _find_text(urls)

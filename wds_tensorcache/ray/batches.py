@@ -24,7 +24,7 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample that was written; additional columns become new items.
     Any other row becomes a dict, nested at the dots of its column names. Tensors of `read_ray` have their own dtypes again, for
-    example bfloat16. Columns of members, such as `.jpg`, and nulls are left out.
+    example bfloat16. Columns of members, such as `.jpg`, are left out, and so are nulls in rows of `read_ray`.
 
     Args:
         row: Values by column, as `ds.take` and `ds.iter_rows` return them, and as functions of `ds.map` get them.
@@ -50,12 +50,9 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
 
 def ray_collate(*, dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
-    """Return a collate function for `ds.iter_torch_batches`. It returns the same batches as `ray_to_torch`.
+    """Return a collate function for `ds.iter_torch_batches`. The function calls `ray_to_torch` with these `dtypes`.
 
     Ray moves a batch to a device only if all its columns are tensors: select such columns first, or move the tensors yourself.
-
-    Args:
-        dtypes: As for `ray_to_torch`.
     """
     return _Collate(dtypes)
 
@@ -75,16 +72,17 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
     """Return the columns of a batch as torch tensors, for example in a function of `ds.map_batches`.
 
     Args:
-        batch: Batch of a dataset that `read_ray` made, in any of Ray's formats: numpy, pandas or pyarrow.
+        batch: Batch in any of Ray's formats: numpy, pandas or pyarrow.
         dtypes: Dtypes of tensors by column, for batches without the column `__tensorcache__`, which records them.
 
     Returns:
-        By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if the shapes agree. Otherwise a list of B
-        tensors, with None where a sample lacks the tensor. Numbers become a tensor `[B]`, and other values a list. numpy arrays
-        of texts and dates stay numpy arrays. The column `__tensorcache__` is left out.
+        By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if shapes and dtypes agree. Otherwise a list of
+        B tensors, with None where a sample lacks the tensor. Numbers without nulls become a tensor `[B]`, and other values a
+        list. numpy arrays of texts and dates stay numpy arrays. The column `__tensorcache__` is left out.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.
+        EncodeError: An int has lost bits because other rows lack the value, or a time is more precise than microseconds.
         TypeError: `batch` has another format.
 
     Memory: tensors are newly allocated, on the CPU.
@@ -124,6 +122,7 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
 
     Raises:
         ValueError: The format cannot store a dtype, or Arrow lacks a dtype and `batch` is None.
+        FormatError, EncodeError, TypeError: As for `ray_to_torch`, if `batch` is given.
 
     Memory: aliases tensors on the CPU; tensors on a GPU are copied.
     """

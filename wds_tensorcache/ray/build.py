@@ -67,17 +67,18 @@ def build_ray(
         ray_remote_args: Other options of `ray.remote` for the actors, for example `resources`. A `runtime_env` also applies to
             the tasks that write.
         allow: Classes that samples may contain besides the types of the format.
-        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
+        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`, `encoder`.
 
     Returns:
         The cache, opened.
 
     Raises:
         StaleCacheError: The folder contains shards with another fingerprint.
-        FileExistsError: Another write into the folder is in progress.
-        InvalidKeyError: Two items have the same key, or a key is neither text nor an integer.
+        FileExistsError: Another write into the folder is in progress, or at a url was killed.
+        InvalidKeyError: Two items have the same key, a key is neither text nor an integer, or some reader would misread it.
         KeyError: There is no column `key`.
-        ValueError: The model returned fewer or more samples than rows.
+        EncodeError: The model returned a value that cannot be stored.
+        ValueError: The model returned fewer or more samples than rows, or the folder's name contains `%`.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         FormatError: A finished shard is damaged.
         RemoteError: A request to the object store failed.
@@ -156,7 +157,7 @@ class _Compute:
 
 @contextlib.contextmanager
 def _raise_original_errors(dataset: Any) -> Iterator[None]:
-    """Make Ray raise the original errors of functions."""
+    """Make Ray raise the original errors of functions in the `with` block."""
     context = dataset.context
     before = context.raise_original_map_exception
     context.raise_original_map_exception = True

@@ -74,7 +74,7 @@ def value_column(values: Sequence[Any], declared: str) -> Any:
 
 
 def values_by_column(batch: Any) -> dict[str, Any]:
-    """Return the values of each column of a table, data frame, or dict: an array `[B, …]` of numbers, or a list of B values."""
+    """Return each column of a table, data frame, or dict as an array `[B, …]` or a list; raise TypeError for other batches."""
     if isinstance(batch, pa.Table):
         return {name: _arrow_values(name, batch.column(at)) for at, name in enumerate(batch.column_names)}
     if hasattr(batch, "items"):

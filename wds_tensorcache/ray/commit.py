@@ -1,6 +1,6 @@
 """The driver's part of a write: prepare the folder, list the finished shards in the manifest, and delete unlisted shards.
 
-While a write runs, its folder contains a marker file. In a local folder, the driver locks this file until its process ends.
+While a write runs, its folder contains a marker file. In a local folder, the driver locks this file during the write.
 Without locks, as in an object store, a write counts as running until its marker is deleted. The shards of a write are named
 `part-WRITE-TASK-IDATTEMPT-SHARD.tar`.
 """
@@ -44,7 +44,7 @@ class WriteJob:
     Attributes:
         folder: Path or url of the folder of the shards, the same on all nodes.
         mode: Mode of the write. With `"build"`, finished shards of failed tasks stay in the folder, for the next build.
-        number: Number of the write in the folder; later writes have higher numbers, so their samples follow.
+        number: Number of the write in the folder; later writes have higher numbers, so their samples follow those before.
         id: Eight random hex digits, part of the name of each file of this write.
         key: Name of the column with the keys.
         options: Options of `ShardWriter`.
@@ -95,7 +95,7 @@ def delete_shards(folder: Folder, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
-    """Prepare a folder for a write. At the end, remove the shards of the write that the manifest does not list."""
+    """Prepare a folder for a write, or raise FileExistsError. At the end, remove the write's shards that are not listed."""
     folder = folder_of(path)
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]
@@ -121,7 +121,7 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
 
 
 def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """Check that a write may begin, and list unlisted shards that stay in the manifest."""
+    """Check that a write may begin, add unlisted shards that stay to the manifest, and remove markers of killed writes."""
     writes, names, mode = _other_writes(folder, job), folder.names(), job.mode
     shards = shard_names(names)
     in_progress = [write for write in writes if writes[write] or mode == "create"]
@@ -146,7 +146,7 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
 
     Raises:
         InvalidKeyError: A key occurs more than once.
-        FileExistsError: Another write has finished in the folder since this write began.
+        FileExistsError: The mode is "create", and another write has finished in the folder since this write began.
     """
     folder = folder_of(job.folder)
     shards = _load_shards(folder, names)
@@ -191,7 +191,7 @@ def shard_keys(shards: Shards) -> Iterator[str]:
 
 
 def _end(folder: Folder, job: WriteJob) -> None:
-    """Remove the marker, unlisted shards, and the manifest of a folder without shards."""
+    """Remove the marker, unlisted shards of this write or of killed writes, and the manifest of a folder without shards."""
     # first the marker, so that a late task finds that the write has ended
     folder.delete([_marker(job.id)])
     if job.mode == "build":
@@ -212,7 +212,7 @@ def _end(folder: Folder, job: WriteJob) -> None:
 
 
 def _adopt(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """List the finished shards of killed and failed builds. Leave out shards that repeat a key."""
+    """List the finished shards of killed and failed builds, except shards that repeat a key; check all fingerprints."""
     unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
     shards = _load_shards(folder, (*manifest.entries, *unlisted))
     for name, (_, index) in shards.items():

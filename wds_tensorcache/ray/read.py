@@ -64,7 +64,7 @@ def read_ray(
     null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit.
     Complex numbers get a last dimension of 2, and texts get a last dimension of bytes or code points. Small values are columns
     of text, bools, 64-bit ints, floats or bytes. Other values are Python objects, and so are tensors whose dtype or number of
-    dimensions differs between samples.
+    dimensions differs between samples, and 0-d tensors that some samples lack.
 
     With `exact=True`, a row has the whole sample in two columns of bytes in place of the columns of tensors and values.
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
@@ -86,7 +86,8 @@ def read_ray(
     Raises:
         KeyError: A pattern matches no tensor's name.
         BatchError: A name in `choose` matches no tensor and no value.
-        TypeError: An option is unknown, or `source` is a JoinedCache or a SharedDataset.
+        ValueError: `choose` has an unknown form, or contains a name twice.
+        TypeError: An option is unknown, or given for an open cache; or `source` is a JoinedCache or a SharedDataset.
         Exception: `tc.open` raised it.
 
     Cost: loads the index of every shard on the driver, and at most 64 skeletons; no tensor and no member is read. Each read
@@ -245,7 +246,7 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
 
 
 def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield the samples `[begin, begin + len(nbytes))` in tables of about 32 MiB; `nbytes` contains their sizes."""
+    """Yield samples from `begin` on in tables of up to about 32 MiB or 4,096 rows; `nbytes` contains their sizes."""
     cache = _cache_of(reference)
     count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
     for first, end in _cut_evenly(nbytes, count):

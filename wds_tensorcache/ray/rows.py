@@ -92,7 +92,7 @@ def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
 
 
 def _undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Undo the changes that numpy and pandas make to a column with nulls."""
+    """Undo the changes that numpy and pandas make to a column with nulls; raise EncodeError if an int lost bits."""
     kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if None not in kinds and not (may_be_float and "int" in kinds):
@@ -141,7 +141,7 @@ def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
 
 
 def _is_nested(value: Any, seen: set[int]) -> bool:
-    """Return whether a value consists of nested dicts, tensors and small values, with no object in two places."""
+    """Return whether a value consists of dicts, tensors and small values, with no dict or tensor in two places."""
     if type(value) is not dict and not isinstance(value, Lazy):
         return value_kind([value]) in PLAIN
     # an empty dict inside the sample has no column
@@ -154,7 +154,7 @@ def _is_nested(value: Any, seen: set[int]) -> bool:
 
 
 def as_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return a value of a column as a tensor or array of `dtype`. Without a dtype, arrays become tensors.
+    """Return a value of a column as a tensor or array of `dtype`. Without a dtype, only arrays of numbers become tensors.
 
     Hazard: the result may alias read-only memory of Ray; never write into it.
     """
@@ -187,7 +187,7 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
 
 
 def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] = ()) -> Any:
-    """Return the nested sample of a row; raise EncodeError if the row's columns lack a part of the sample."""
+    """Return the nested sample of a row; raise EncodeError if its columns lack a part of the sample, or have no place in it."""
     sample: Any = {}
     members: tuple[Any, Any] = row.get(SKELETON), row.get(TENSORS)
     if members != (None, None):
@@ -250,6 +250,7 @@ def samples_of_block(
 
     Raises:
         StaleCacheError: `has_fingerprint` is False, but a row comes from a cache with a fingerprint.
+        KeyError, InvalidKeyError, EncodeError: As for `keys_of` and `sample_of`.
     """
     columns, marks = split_batch(block)
     keys = keys_of(columns, key) if marks else []

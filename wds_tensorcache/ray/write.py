@@ -64,8 +64,8 @@ def write_ray(
             such as `s3://bucket/cache`.
         key: Name of the column with the keys: texts, or integers. Keys must be unique.
         overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
-        append: Add to the cache in the folder. Several appends may run at the same time. New samples follow the existing
-            samples; existing keys are refused.
+        append: Add to the cache in the folder. Several appends may run at the same time. Shards are ordered by name, so new
+            samples follow those of earlier calls of `write_ray`; existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need a fingerprint if their cache has a fingerprint, because
             functions of the dataset may have changed the samples. Pass the fingerprint of the cache, a new fingerprint, or
             `{}` for none.
@@ -74,14 +74,14 @@ def write_ray(
             dataset, or each read task, into at least one shard. With a value, Ray does not fuse reading and writing.
         concurrency, ray_remote_args: As for `ds.write_datasink`.
         allow: Classes to write besides the types of the format.
-        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`.
+        options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`, `encoder`.
 
     Returns:
         The cache, opened. It is empty if the dataset is empty.
 
     Raises:
-        FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set; or another write into it has
-            finished during this write.
+        FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set. Or another write into it is in
+            progress or was killed, or has finished during this write.
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
             integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.
@@ -119,7 +119,7 @@ def write_ray(
 
 
 def resolve_folder(out: str | os.PathLike[str]) -> str:
-    """Return the path or url of a folder that can contain shards."""
+    """Return the path or url of a folder; raise ValueError if it cannot contain shards."""
     path = os.fsdecode(out)
     path = (path.rstrip("/") or path) if is_url(path) else os.path.abspath(path)
     ShardPattern(_in_folder(path, "%06d.tar"))
@@ -138,7 +138,7 @@ def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterabl
 
 
 class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
-    """A datasink whose tasks write shards. After the write, the driver has the shards of all successful tasks in `names`."""
+    """A datasink whose tasks write shards. After the write, `names` contains the shards of all successful tasks."""
 
     def __init__(self, job: WriteJob, min_samples: int | None) -> None:
         self._job, self._min_samples = job, min_samples
@@ -160,7 +160,7 @@ class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
 
 
 def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
-    """Write blocks into new shards, without listing them in the manifest, and return the names of the shards."""
+    """Write blocks into new unlisted shards, and return their names; raise RuntimeError if the write has ended."""
     _check_running(job)
     # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.
     name = f"part-{job.number:03d}-{task:06d}-{job.id}{secrets.token_hex(3)}-%06d.tar"

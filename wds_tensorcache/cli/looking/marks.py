@@ -49,7 +49,7 @@ def is_unicode(console: Console) -> bool:
 
 
 def heat_map(plane: Any, console: Console, width: int, height: int) -> list[Text]:
-    """Return at most `height` lines of `width` characters that show a plane of a tensor, float32 `[1, H, W]`.
+    """Return at most `height` lines of at most `width` characters that show a plane of a tensor, float32 `[1, H, W]`.
 
     With colors, each line shows two rows of the plane. Proportions are kept if the longer side of the plane is at most four
     times the shorter side.

@@ -53,8 +53,8 @@ def show_command(
     """Show the sample KEY in CACHE: its structure, values, tensors and other members.
 
     A heat map shows one plane of a tensor, such as the first channel of a latent or of a video's middle frame: dark for
-    low values, bright for high values, red for NaN and infinity. Colors range from the 1st to the 99th percentile. Use
-    --tensor to show more planes.
+    low values, bright for high values, red for NaN and infinity. Colors range over [0, 1] or [-1, 1] if the values fill
+    it, otherwise from the 1st to the 99th percentile. Use --tensor to show more planes.
     """
     output = Output(as_json)
     maps = output.is_terminal if maps is None else maps
@@ -111,7 +111,7 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
 def _tensor_lines(
     output: Output, label: Text, lazy: Lazy, values: ValueStatistics | None, is_drawn: bool
 ) -> list[Text]:
-    """Return the line about a tensor, and its heat map."""
+    """Return the line about a tensor, and its heat map if it is drawn."""
     label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
     if values is not None:
         label.append("  ").append_text(values_text(values))

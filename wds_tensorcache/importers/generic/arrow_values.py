@@ -24,11 +24,7 @@ class Lists(IntEnum):
 
 
 def import_pyarrow() -> Any:
-    """Import `pyarrow`.
-
-    Raises:
-        ImportError: pyarrow is not installed, or too old for files that are not trusted.
-    """
+    """Import `pyarrow`; raise ImportError if it is not installed, or too old for files that are not trusted."""
     arrow = import_library("pyarrow", _PACKAGE)
     if tuple(int(part) for part in arrow.__version__.split(".")[:3] if part.isdigit()) < (14, 0, 1):
         raise ImportError(f"pyarrow {arrow.__version__} may run code in files: pip install {_PACKAGE!r}")

@@ -5,7 +5,7 @@ Each row becomes a sample, a dict by column:
 - `Array2D` … `Array5D`, and lists of numbers: a tensor with their dtype. If the lists of one level in some row have different
   lengths, all rows of the column have lists of tensors. If some numbers are null, all rows of the column have plain lists;
 - numbers, texts, `ClassLabel` (its number), dates: the value itself; null is None; `binary`: a uint8 tensor [n];
-- `Image`, `Audio`, `Video`, `Pdf`: members, named `COLUMN.png`, as they were encoded; lists of them `COLUMN.0.png`, …;
+- `Image`, `Audio`, `Video`, `Pdf`: members, as they were encoded, for example `COLUMN.png`; lists of them `COLUMN.0.png`, …;
 - structs: dicts.
 
 Samples are named by their position, after the path of their folder, for example `train/00000012`. The description of the

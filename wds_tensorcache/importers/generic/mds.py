@@ -8,7 +8,7 @@ Each sample has the columns that `MDSWriter(columns=…)` declared:
 - `bytes`: a uint8 tensor [n]. Neither its dtype nor its shape is in the data. MicroDiffusion, for example, stores float16:
   `batch["latents_256"].view(torch.float16).reshape(-1, 4, 32, 32)`;
 - `pil`: the pixels, uint8 [height, width, channels];
-- `jpeg`, `png`, and lists of these: members, named `COLUMN.jpg` or `COLUMN.0.jpg`;
+- `jpeg`, `png`, and lists of these: members, for example `COLUMN.jpg` or `COLUMN.0.jpg`;
 - `pkl`: refused unless the files are trusted.
 
 Samples are named by their position, after the path of their folder. The package `mosaicml-streaming` decodes them. Hashes in

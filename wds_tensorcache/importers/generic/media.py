@@ -32,11 +32,7 @@ _SIGNATURES = {
 
 
 def import_library(module: str, package: str) -> Any:
-    """Import a module of a package that is not always installed.
-
-    Raises:
-        ImportError: The package is not installed, or cannot be imported.
-    """
+    """Import a module of an optional package; raise ImportError if it is not installed, or cannot be imported."""
     try:
         return importlib.import_module(module)
     except ImportError as exc:
@@ -44,7 +40,7 @@ def import_library(module: str, package: str) -> Any:
 
 
 def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
-    """Yield the paths of the `index.json` files that have an entry `entry`. Files of outer folders come first."""
+    """Yield the paths of `index.json` files whose first 4,096 bytes contain the name `entry`; outer folders come first."""
     for name in sorted(folder.by_suffix.get(".json", ()), key=lambda name: name.count("/")):
         if name.rpartition("/")[2] == "index.json":
             with folder.open(name) as file:
@@ -141,7 +137,7 @@ def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
 
 
 def extension_of(content: bytes, name: str, default: str) -> str:
-    """Return the extension of a media file: the suffix of its name, or else a guess from its first bytes."""
+    """Return the extension of a media file: the suffix of its name, or a guess from its first bytes, or else `default`."""
     suffix = name.rpartition("/")[2].rpartition(".")
     if suffix[1] and suffix[2].isascii() and suffix[2].isalnum() and len(suffix[2]) <= 5:
         return suffix[2].lower()
@@ -150,6 +146,8 @@ def extension_of(content: bytes, name: str, default: str) -> str:
 
 def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
     """Parse a list of media, which is stored as its length, the lengths of all items, and the items.
+
+    The list begins at byte `begin` of `raw`. All items get the same `extension`.
 
     Raises:
         FormatError: The lengths do not add up to the length of `raw`.

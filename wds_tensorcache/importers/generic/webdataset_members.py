@@ -2,9 +2,9 @@
 
 These are `.npy`, `.npz`, `.pt`, `.pth`, `.ckpt`, `.pyd`, `.pickle`, `.pkl`, `.ten` and `.tb` members.
 
-Each sample of the tars becomes a sample with the same key. Keys that `tc.safe_key` made, as in tars of `tensorcache export`,
-stay the same, too. If two tars contain the same key, all keys begin with the path of the tar. The members with tensors are
-decoded:
+Each sample of the tars keeps its key if `tc.safe_key` may have made it, as in tars of `tensorcache export`. Otherwise,
+`tc.safe_key` makes a key from the old key. If two tars contain the same key, it makes all keys from the path of the tar and the
+old key. The members with tensors are decoded:
 
     000000.latent.npy, 000000.text.pth    ->  {"latent": …, "text": …}, by the names before the suffix
     000000.pyd                            ->  the pickled object itself, if this is the only member with tensors

@@ -7,14 +7,14 @@
   `pooled_embed`; `attention_mask` or `attention_mask_0`, …; newer models use other names, and metadata with `class_name`.
 - `{stem}.txt`, the caption.
 
-Each sample is one file of latents:
+Each sample is one file of latents, or a text without latents:
 
     {
         "latent": as stored, and the other tensors of the file,
         "info": {"filename": "photo.jpg", "crop_x": 0, "latent_space_version": "flux1", …},
         "text": {"text_embed": [1, T, D] or a list of them, "pooled_embed": …, "attention_mask": …},
         "text_info": {"class_name": "AdvancedPromptEmbeds", …}, if the text has metadata,
-        "caption": "the whole text of the caption file",
+        "caption": "the text of the caption file",
     }
 
 Numbered tensors become lists in the order of their numbers. ai-toolkit itself sorts their names as text, so its training sees
@@ -29,7 +29,7 @@ such files are named like the files: `_latent_cache/photo_2rOEG1vU3l4zJd5dAdyDDA
 
 An image may have several files of text, for example another file with the empty caption for dropout. The file whose hash fits
 the caption becomes `text`, and the other files become `other_texts`, a dict by hash. No hash fits if a trigger word or a
-control image is part of it. Then all files of text become `other_texts`.
+control image is part of it. Then all files of text become `other_texts`. A single file of text is always `text`.
 
 Files of `_clip_vision_cache` become separate samples, `{"clip_vision": …, "info": …}`, named like their files.
 """
@@ -147,7 +147,7 @@ def _load_vision(folder: SourceFolder, name: str) -> Loaded:
 
 
 def _info(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata, sorted, with JSON values decoded: `"12"` becomes `12`."""
+    """Return the metadata without format and software, sorted, with JSON values decoded: `"12"` becomes `12`."""
     info: dict[str, Any] = {}
     for key in sorted(metadata.keys() - _NOT_INFO):
         info[key] = text = metadata[key]

@@ -15,8 +15,8 @@ So the tensors are `latents.samples`, `conditioning.0.0` and `conditioning.0.1.p
 in the shard: `shard_0000/000017`. Shards are mapped, so a shard may be larger than memory. A shard with objects of ComfyUI,
 such as hooks, needs `--trust` and an installed ComfyUI, and is read as a whole.
 
-A `metadata.json` that lists another number of samples is reported. The node leaves the shards of an earlier, larger set in the
-folder, and ComfyUI would load them too.
+A `metadata.json` that lists another number of samples is reported if all shards can be read. The node leaves the shards of an
+earlier, larger set in the folder, and ComfyUI would load them too.
 
 A draft of a newer layout (ComfyUI's pull request 14599, not merged) has tensors in `shard_0000.safetensors`, and all other
 values in a pickle, `shard_0000.skeleton.pkl`. Its shards are refused, also with `--trust`.

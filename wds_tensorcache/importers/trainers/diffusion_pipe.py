@@ -17,7 +17,7 @@ caption contains the tensors of all text encoders:
      "text": [{"clip_embed": …, "t5_embed": …}]}
 
 The items are joined by `image_spec`, the media file. The name of a sample is the folder of its size, and the path of the media
-file relative to the folder that contains all media files.
+file without suffix, relative to the folder that contains all media files.
 
 The sample `uncond` of a model has only `text`. Leave it out of training, and choose one of several captions:
 
@@ -27,9 +27,9 @@ The sample `uncond` of a model has only `text`. Leave it out of training, and ch
 Without text folders, samples have no `text`. Without `latents` folders, each item of a text folder is a
 sample, named by its position.
 
-The fingerprints of all folders become the provenance. Each `metadata.db` is opened read-only, and only plain tables of
-integers are read. The tables must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was
-interrupted: let diffusion-pipe finish it first.
+The fingerprints of all folders become the provenance. Each `metadata.db` is opened read-only, and only plain tables are
+accepted. The tables must describe the `.bin` files without gaps. If there is a `metadata.db-journal`, caching was interrupted:
+let diffusion-pipe finish it first.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Item(NamedTuple):
         return value
 
     def find_spec(self, folder: SourceFolder) -> _Spec | None:
-        """Return the item's `image_spec`; None if it is missing or damaged."""
+        """Return the item's `image_spec`; None if it is missing or damaged, or the item cannot be read."""
         for end in sorted({min(self.begin + _PEEK_NBYTES, self.end), self.end}):
             with suppress(FormatError):
                 value = peek_pth(folder.read_range(self.file, self.begin, end))

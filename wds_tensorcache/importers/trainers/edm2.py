@@ -120,7 +120,7 @@ def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
 
 
 def _pictures(root: str, names: Collection[str], count: int, prefix: str, bad: Faults) -> list[str | None]:
-    """Return REPA's picture for each file of moments, matched by position; None for each file if there are no pictures."""
+    """Return REPA's picture for each file of moments, matched by position; None for each file if the numbers differ."""
     pictures: list[str | None] = []
     if f"/{root}".endswith(f"/{_FEATURES}"):
         parent = root[: -len(_FEATURES)] + _IMAGES

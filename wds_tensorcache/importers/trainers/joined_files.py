@@ -150,15 +150,15 @@ def parse_key(key: str) -> Key:
 
 
 def find_resolutions(keys: Iterable[str]) -> list[str]:
-    """Return the resolutions of the tensors of latents, such as `_64x64`."""
+    """Return the distinct resolutions of tensors called `latents`, such as `_64x64`; "" stands for a name without one."""
     return list(dict.fromkeys(key.resolution for key in map(parse_key, keys) if key.content == "latents"))
 
 
 def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Shorten tensor keys to the content that they declare, such as `latents`, and sort tensors by name.
 
-    If several keys declare the same content, only the tensor with the widest dtype is renamed. The other tensors keep their
-    keys.
+    If several keys declare the same content, only the tensor with the widest dtype is renamed. If a key is equal to the
+    content, no tensor is renamed to it.
     """
 
     def rank(key: str) -> int:
@@ -181,7 +181,7 @@ class Content(NamedTuple):
     metadata: dict[str, str]
 
     def name_latents(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return tensors of latents by name, with the size of the image if the metadata contain it."""
+        """Return tensors by name, with the image size if the metadata contains it; raise FormatError without `latents`."""
         sample: dict[str, Any] = {**name_tensors(tensors)}
         if "latents" not in sample:
             raise FormatError("has no tensor 'latents_…'")
@@ -190,7 +190,7 @@ class Content(NamedTuple):
         return sample
 
     def numbers(self, *keys: str, count: int) -> tuple[int, ...]:
-        """Return `count` integers from entries of the metadata. Commas separate the integers in an entry."""
+        """Return `count` integers, separated by commas, from entries of the metadata; raise FormatError for other texts."""
         texts = ",".join(self.metadata[key] for key in keys).split(",")
         if len(texts) != count or not all(re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) for text in texts):
             values = ", ".join(f"{key} {self.metadata[key]!r:.100}" for key in keys)
@@ -204,11 +204,11 @@ class Table:
 
     program: str
     texts: re.Pattern[str]  # names of files of texts, with the groups stem, model and perhaps label
-    has_crops: bool  # whether the metadata of latents contain the crop
+    has_crops: bool  # whether the metadata of latents contains the crop
     per_file: dict[str, re.Pattern[str]]  # keys of metadata that differ in each file of "latents" and "text"
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Match the name of a file, with the groups stem, model and label."""
+        """Match the name of a file, with the groups stem, model and perhaps label; return None for other files."""
         return _LATENTS.fullmatch(name) or self.texts.fullmatch(name)
 
     def is_ours(self, match: re.Match[str], metadata: dict[str, str]) -> bool:
@@ -229,7 +229,7 @@ class Table:
 
 
 class TableFiles:
-    """The files of one program in a folder, and the metadata that all files share. Only headers are read."""
+    """The files of one program in a folder, and metadata that all files of a kind share. The constructor reads only headers."""
 
     def __init__(self, table: Table, folder: SourceFolder) -> None:
         self.folder = folder
@@ -263,8 +263,8 @@ class TableFiles:
         """Join the files into samples.
 
         Args:
-            add: Function that puts the content of a file into a sample. It returns the key in the sample's `metadata` for the
-                metadata that not all files share.
+            add: Function that puts the content of a file into a sample. It returns the key under which the sample's `metadata`
+                contains the entries that not all files share.
             text_stem: As for `join_files`.
         """
 
@@ -291,7 +291,7 @@ class TableFiles:
 
 
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the tensor names and the metadata of a file; both are empty if the file is damaged."""
+    """Return the tensor names and the metadata of a file; both are empty if the file is damaged or cannot be read."""
     try:
         return read_safetensors_header(folder, name)
     except (TensorCacheError, OSError):

@@ -16,7 +16,7 @@ They become one sample, with the path of the image without suffix as its name:
         "crop_ltrb": int64 [4], the crop of the resized image: left, top, right, bottom, in pixels,
         "alpha_mask": float32 [H, W], in pixels of the bucket, if cached,
         "text": the arrays in the file of text encoder outputs, by their names: {"t5_out": …, "l_pooled": …},
-        "caption": "the whole text of the caption file",
+        "caption": "the text of the caption file",
     }
 
 The entries have the same names for all models, also if the file has `latents_64x64` in place of `latents`. A sample has no

@@ -97,7 +97,7 @@ def _split_prompt(key: str) -> tuple[int, str]:
 
 
 def _prompts(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors of each prompt by name."""
+    """Return the tensors of each prompt by name; raise FormatError if prompts are missing, or have different tensors."""
     prompts: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         number, name = _split_prompt(key)

@@ -17,8 +17,9 @@ Each sample is one media file: a dict with the content of its files by folder, a
 Its name is the path of the media file without suffix. Old versions number the files: `latents/latent_7.pt` belongs to
 `conditions/condition_7.pt`. The content is stored as it is, so old latents stay `[F * H * W, C]`.
 
-The trainer skips a media file without latents or conditions. The import reports such a file. Files of other folders may be
-missing, for example for clips without audio. Temporary files of an interrupted run (`.pt.tmp.1234`) are not read.
+The trainer skips a media file without latents or conditions. The import reports such a file, unless the whole folder is
+missing. Files of other folders may be missing, for example for clips without audio. Temporary files of an interrupted run
+(`.pt.tmp.1234`) are not read.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ path of the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the ba
 no file outside the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
 files, and all `.pt` files in `{W}x{H}` folders, are samples.
 
-`.meta` files of old versions are pickles with numpy arrays, which stay arrays. Without `metadata.json`, these files need
-`--format nemo`.
+`.meta` files of old versions are pickles with numpy arrays, which stay arrays. Without `metadata.json`, these files and `.pt`
+files need `--format nemo`.
 
 The processor, model and options in `metadata.json` become the provenance.
 """

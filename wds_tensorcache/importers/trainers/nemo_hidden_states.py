@@ -16,7 +16,8 @@ The name of a sample is the path of its file without suffix, and the number of t
 the row are read. If the most probable tokens are stored, `target_probs_values` and `target_probs_indices`, [S, k], replace
 `target_probs`.
 
-The manifest is the provenance. If it lists another number of samples than the files have, the import reports the difference.
+The manifest without its counts is the provenance. If all files can be read, but contain another number of samples than it
+lists, the import reports the difference.
 """
 
 from __future__ import annotations

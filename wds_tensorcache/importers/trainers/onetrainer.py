@@ -19,7 +19,7 @@ Random crops and flips make `image` such a list, too. In training, choose one of
     choose = {("tokens", "state"): ("text.*.tokens_1", "text.*.text_encoder_1_hidden_state")}
     loader = tc.Loader(cache, batch_size=4, choose=choose)
 
-The name of a sample is the path of its image, relative to the folder that contains all images.
+The name of a sample is the path of its image without suffix, relative to the folder that contains all images.
 
 The cache does not record the image folder to which a text folder belongs. Two folders are joined by position, as OneTrainer
 does, if they have the same number of files. For this, all image folders must have different numbers of files, and exactly one
@@ -28,7 +28,7 @@ text folder must match each image folder. Otherwise nothing is joined: samples h
 `text/{hash}` of one concept.
 
 A variation without `aggregate.pt` is unfinished. A variation with other images than the first variation of the concept was
-cached from other files. Both variations are reported, and so are files without an entry in `aggregate.pt`.
+cached from other files. Files of both kinds are reported, and so are files without an entry in `aggregate.pt`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _read_aggregate(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
 
 
 def _pair(groups: list[_Group]) -> dict[str, str]:
-    """Pair image folders with text folders if only one pairing is possible."""
+    """Pair image folders with text folders of as many files; return an empty dict unless only one pairing is possible."""
     counts = {part: Counter(len(group.images) for group in groups if group.part == part) for part in ("image", "text")}
     if counts["image"] != counts["text"] or max(counts["image"].values(), default=0) != 1:
         return {}

@@ -20,8 +20,8 @@ def read_stacked(folder: SourceFolder, name: str, needed: Sequence[str]) -> tupl
         needed: Names of tensors that the file must have; the last of these must have bytes for each row.
 
     Raises:
-        FormatError: The file lacks a `needed` tensor, its tensors have different numbers of rows, or the last `needed` tensor
-            has rows without bytes.
+        FormatError: The file is damaged or lacks a `needed` tensor, its tensors have different numbers of rows, or the last
+            `needed` tensor has rows without bytes.
     """
     tensors, _ = read_safetensors_tensors(folder, name)
     lengths = {tensor: stored.shape[0] if stored.shape else None for tensor, stored in tensors.items()}
@@ -39,7 +39,7 @@ def read_stacked(folder: SourceFolder, name: str, needed: Sequence[str]) -> tupl
 def list_rows(
     folder: SourceFolder, name: str, entries: Mapping[str, StoredTensor], num_rows: int
 ) -> list[SourceSample]:
-    """Return a sample for each row, with the name of the file without suffix and the number of the row."""
+    """Return a sample for each row; its name is the file's path without suffix, a slash and the number of the row."""
 
     def load(row: int) -> Loaded:
         return Loaded({entry: read_row(folder, name, tensor, row) for entry, tensor in entries.items()})

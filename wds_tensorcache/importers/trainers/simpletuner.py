@@ -1,7 +1,7 @@
 """SimpleTuner: the VAE cache and the cache of text embeddings, `.pt` files with hashed names.
 
-- VAE cache, `cache/vae/…/{sha256 of the image's file name}.pt`: a tensor `[C, H, W]`, or `[C, T, H, W]` for video; for audio
-  a dict with `latents`, `latent_lengths` and lyrics.
+- VAE cache, `cache/vae/…/{sha256 of the image's file name without suffix}.pt`: a tensor `[C, H, W]`, or `[C, T, H, W]` for
+  video; for audio a dict with `latents`, `latent_lengths` and lyrics.
 - Text embeddings, `cache/text/…/{md5 of the caption}-{model}.pt`: a dict, for example `prompt_embeds`,
   `pooled_prompt_embeds`, `attention_masks`.
 - `aspect_ratio_bucket_indices_{id}.json` and `aspect_ratio_bucket_metadata_{id}.json`, next to the images: paths, sizes and
@@ -20,7 +20,7 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
 - `text` has one dict for each caption that the cache contains. Captions are found by the `caption_strategy` in the JSON: in
   `.txt` files next to the images (`textfile`), or in the file names of images (`filename`). Without a strategy, the caption is
   in the `.txt` file if the image has such a file, otherwise in its name. An `instance_prompt` is a caption, too. Other captions
-  are unknown. If the name of a file hashes only the path of its image, the caption is `""`, or None if the image has a caption,
+  are unknown. If the name of a file hashes only the path of its image, the caption is `""`, or None if there may be a caption,
   because older versions left the caption out of the hash. A sample is bad if its image has a `.txt` file, and the cache
   contains none of the image's captions although other images have text. Embeddings that several images share are stored with
   each image.
@@ -200,7 +200,7 @@ def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
 
 
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
-    """Return the possible captions of an image by hash; the caption is None if the hash does not depend on it."""
+    """Return the possible captions of an image by hash; None if only the path is hashed, and the caption is unknown."""
     strategy = image.backend.strategy
     uses_name = strategy == "filename" or (strategy is None and caption_file is None)
     captions = [image.stem, image.stem.replace("_", " ")] if uses_name else []

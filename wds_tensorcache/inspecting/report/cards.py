@@ -36,11 +36,11 @@ class Limits:
     """Limits on the parts of a sample that the page shows.
 
     Attributes:
-        text_nbytes: Bytes of all small values together, as they are encoded in the page.
-        num_pictures: Number of pictures.
+        text_nbytes: Maximum number of bytes of all small values together, as they are encoded in the page.
+        num_pictures: Maximum number of pictures.
         picture_side: Maximum of width and height of a picture in pixels.
-        picture_nbytes: Maximum size in bytes of the file of the first picture; each other picture may take half as much.
-        num_tensors: Number of tensors whose statistics are listed.
+        picture_nbytes: Approximate limit in bytes for the file of the first picture; each other picture may take half as much.
+        num_tensors: Maximum number of tensors whose statistics are listed.
     """
 
     text_nbytes: int
@@ -81,7 +81,7 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
 
 
 def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
-    """Return the key and the small values of a sample as one text to search. No tensor is read."""
+    """Return the key and the small values of a sample as one text to search; the key if the sample cannot be read."""
     card = _new_card(survey, index)
     try:
         _add_texts(card, survey, index, survey.cache[index], max_nbytes)
@@ -96,7 +96,7 @@ def _new_card(survey: Survey, index: int) -> dict[str, Any]:
 
 
 def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, max_nbytes: int) -> None:
-    """Add the name, the text and the other small values of a sample."""
+    """Add the name, the text and the other small values of a sample to its card."""
     key = survey.cache.keys()[index]
     original = survey.cache._name_at(index, key)
     card["name"] = "" if original in (None, key) else escape_hidden(str(original), 300)
@@ -121,7 +121,7 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
 
 
 def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each small value, and the name and text of each other member."""
+    """Yield the path and value of each small value, and the suffix and text of members such as `.txt` and `.json`."""
     yield from small_values(sample)
     for suffix in _TEXT_MEMBERS:
         if suffix in survey.description.members:
@@ -150,7 +150,7 @@ def _text_rank(name: str, value: Any) -> tuple[int, ...]:
 
 
 def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
-    """Return statistics for JSON, without the histogram."""
+    """Return the counts of NaN and infinity, minimum, maximum, mean and standard deviation for JSON."""
     if values is None:
         return None
     numbers = {name: getattr(values, name) for name in ("num_nan", "num_inf", "min", "max", "mean", "std")}

@@ -134,7 +134,7 @@ def _histogram_record(values: ValueStatistics) -> dict[str, Any] | None:
 
 
 def file_limits(survey: Survey) -> Limits:
-    """Return limits that keep the examined samples below 10 MB in a file, with room for a tensor beside a photo."""
+    """Return limits that keep up to a few thousand samples below 10 MB in a file, with room for a tensor beside a photo."""
     num_samples = max(len(survey.indices), 1)
     share = _PICTURES_NBYTES * 3 // 4 // num_samples
     num_pictures = 3 if share > 12_000 else 1 + has_photos(survey)

@@ -49,7 +49,7 @@ class PageServer(ThreadingHTTPServer):
         url: Address of the page, with the token.
 
     Raises:
-        OSError: The port is in use.
+        OSError: The port is in use, or not allowed.
     """
 
     daemon_threads = True
@@ -73,7 +73,7 @@ class PageServer(ThreadingHTTPServer):
     def search(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
         """Return up to `count` samples that contain all words, from index `begin` on, and the index at which to continue.
 
-        Return the matches so far after 0.7 s, but examine at least one sample.
+        With `is_marked`, only samples with marks match. After 0.7 s and one sample, return the matches so far.
         """
         samples: list[dict[str, Any]] = []
         deadline = time.monotonic() + _SEARCH_S
