@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from wds_tensorcache.storage import files as storage
 from wds_tensorcache.storage import system as systems
 
@@ -57,9 +58,9 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_a_batch_on_every_system(tmp_path: Path, system: str) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=10) as sink:
-        for i in range(30):
-            sink.write(str(i), {"x": torch.full((1000,), i), "y": [torch.tensor(i)] * 3, "i": i})
+    write(
+        tmp_path, [{"x": torch.full((1000,), i), "y": [torch.tensor(i)] * 3, "i": i} for i in range(30)], max_samples=10
+    )
     for io in ("auto", "pread"):
         with tc.open(tmp_path, io=io) as cache:
             batch = cache.read_batch([29, 3, 3, 17])
@@ -79,13 +80,9 @@ def test_files_on_a_network_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert len(maps(tmp_path)) == (0 if kind == "nfs4" else 3)
 
 
-# --- open files ---
-
-
 def many_shards(folder: Path, count: int) -> None:
-    with tc.ShardWriter(folder / "%04d.tar", max_samples=2, fsync=False, dali_index=False, manifest=False) as sink:
-        for i in range(2 * count):
-            sink.write(str(i), {"x": torch.full((10,), i), "large": torch.full((2_000,), i)})
+    samples = {f"{i}": {"x": torch.full((10,), i), "large": torch.full((2_000,), i)} for i in range(2 * count)}
+    write(folder / "%04d.tar", samples, max_samples=2, dali_index=False, manifest=False)
 
 
 def descriptors() -> set[str]:
@@ -192,10 +189,8 @@ def test_four_caches_of_300_shards(tmp_path: Path) -> None:
 @linux
 def test_maps_have_a_bound(shards600: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards beyond it are read."""
-    for name, bound in (
-        ("_MAX_MAPS", storage._Map.count + 7),
-        ("_MAX_MAPPED_NBYTES", storage._Map.total_nbytes + 300_000),
-    ):
+    count, nbytes = storage._Map.count, storage._Map.total_nbytes
+    for name, bound in (("_MAX_MAPS", count + 7), ("_MAX_MAPPED_NBYTES", nbytes + 300_000)):
         with monkeypatch.context() as patch:
             patch.setattr(storage, name, bound)
             with tc.open(shards600) as cache:
