@@ -27,9 +27,9 @@ def sample(i: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    return write(tmp_path, [sample(i) for i in range(COUNT)], max_samples=4)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("collate"), [sample(i) for i in range(COUNT)], max_samples=4)
 
 
 EACH = {"cond.text": tc.pad(to=5, value=7), "cond.*": "list", "odd": "list"}

@@ -34,9 +34,9 @@ LISTS = {"*": "list"}  # names all tensors, so every batch has them
 SAMPLES = [sample(i) for i in range(COUNT)]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> str:
-    return write(tmp_path, SAMPLES, max_samples=COUNT)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("optional"), SAMPLES, max_samples=COUNT)
 
 
 def listed(value: Any) -> Any:
