@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,13 @@ def _small_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def cache(folder: Path | str) -> Iterator[tc.TensorCache]:
+    """The cache in the fixture `folder` of a module."""
+    with tc.open(folder) as opened:
+        yield opened
 
 
 class Seeded(random.Random):

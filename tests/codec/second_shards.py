@@ -156,9 +156,7 @@ def further_of(sample: Any, names: set[str]) -> list[list[str]]:
 WALKED = (dict, OrderedDict, defaultdict, list, tuple, deque)
 
 
-def index_arrays(
-    shard: bytes, fingerprint: dict[str, Any] | None = None
-) -> tuple[dict[str, list[int]], dict[str, Any], int]:
+def index_arrays(shard: bytes, fingerprint: Any = None) -> tuple[dict[str, list[int]], dict[str, Any], int]:
     """Return the arrays of a shard's index, the JSON of `names`, and where the archive ends."""
     samples, end = members_of(shard)
     text, ends, forms, layouts = b"", [], [], []  # type: ignore[var-annotated]
@@ -192,10 +190,8 @@ def index_arrays(
             layouts += [] if layout in layouts else [layout]
             caches.setdefault(name, []).append([row, begin, nbytes, at, layouts.index(layout), digest or 0])
     arrays = {"keys.text": list(text), "keys.ends": ends}
-    arrays |= {
-        "layouts.form": [layout[0] for layout in layouts],
-        "layouts.data_begin": [layout[1] for layout in layouts],
-    }
+    arrays["layouts.form"] = [layout[0] for layout in layouts]
+    arrays["layouts.data_begin"] = [layout[1] for layout in layouts]
     arrays["layouts.dims"] = [dim for layout in layouts for dim in layout[2]]
     for what, tables, columns in (("cache", caches, _COLUMNS), ("member", others, ("begin", "nbytes"))):
         for number, table in enumerate(tables.values()):
@@ -212,9 +208,7 @@ def index_arrays(
     return arrays, names, end
 
 
-def build_trailer(
-    arrays: dict[str, list[int]], names: dict[str, Any] | bytes, end: int, shard_nbytes: int | None = None
-) -> bytes:
+def build_trailer(arrays: dict[str, list[int]], names: Any, end: int, shard_nbytes: int | None = None) -> bytes:
     """Return a footer with its zeros; with the length of a shard, the separate file."""
     text = names if type(names) is bytes else json.dumps(names, separators=(",", ":")).encode()
     arrays = {**arrays, "names": list(text)}

@@ -23,19 +23,9 @@ from tests.strategies import TORCH_DTYPES
 
 TEXT = (Path(tc.__file__).parent / "codec" / "FORMAT.md").read_text()
 LISTED = [
-    *(
-        1j,
-        slice(1),
-        range(3),
-        Decimal(1),
-        Fraction(1, 2),
-        date(2020, 1, 1),
-        time(1),
-        datetime(2020, 1, 1),
-        timedelta(1),
-    ),
+    *(1j, slice(1), range(3), Decimal(1), Fraction(1, 2), date(2020, 1, 1), time(1), datetime(2020, 1, 1)),
     *(timezone.utc, UUID(int=1), PurePosixPath("a"), PureWindowsPath("a"), OrderedDict(), defaultdict(int), deque()),
-    *(torch.Size([1]), torch.device("cpu"), np.dtype("f4"), ..., np.float32(1), np.datetime64(1, "s")),
+    *(timedelta(1), torch.Size([1]), torch.device("cpu"), np.dtype("f4"), ..., np.float32(1), np.datetime64(1, "s")),
 ]
 SAMPLE = {"latent": torch.tensor([1.0, -2.0], dtype=torch.bfloat16), "size": (2, 1)}
 
@@ -88,13 +78,10 @@ class Trusted:
 def test_the_opcodes_are_those_of_the_table() -> None:
     always, allow = re.findall(r"^\| (?:always|with `allow=` only) \| (.*) \|$", TEXT, re.MULTILINE)
     for opcode in pickletools.opcodes:
-        for allowed, names in (
-            ([], always.replace("·", "").split()),
-            ([Trusted], f"{always} {allow}".replace("·", "").split()),
-        ):
+        for allowed, names in (([], always), ([Trusted], f"{always} {allow}")):
             is_refused = False
             try:
                 decode(opcode.code.encode("latin-1"), allow=allowed)
             except tc.FormatError as exc:
                 is_refused = f"opcode {opcode.name} at byte" in str(exc)
-            assert is_refused == (opcode.name not in names), opcode.name
+            assert is_refused == (opcode.name not in names.replace("·", "").split()), opcode.name

@@ -100,9 +100,7 @@ def test_questions_that_need_no_bytes(open_recorded: Opener) -> None:
     ],
     ids=str,
 )
-def test_a_part_of_the_first_dimension_reads_only_its_bytes(
-    open_recorded: Opener, index: Any, rows: tuple[int, int]
-) -> None:
+def test_a_part_of_the_first_dimension_reads_only_its_bytes(open_recorded: Opener, index: Any, rows: Any) -> None:
     sample, reads = open_recorded({"x": T}, T.numpy().tobytes())
     lazy = sample["x"]
     assert torch.equal(lazy[index], T[index])

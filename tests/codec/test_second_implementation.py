@@ -17,6 +17,8 @@ import torch
 import wds_tensorcache as tc
 from tests.codec import second_implementation as second
 from tests.codec import second_shards
+from tests.hostile.pickles import fetch as name
+from tests.hostile.pickles import reference, text
 from tests.interop.other_python import read_folder
 from tests.same import assert_same
 
@@ -35,8 +37,7 @@ def outcomes(ours: Callable[[], Any], theirs: Callable[[], Any]) -> tuple[Any, A
 
 def opened(path: Path) -> list[str]:
     """Return the keys of a cache."""
-    with tc.open(path, cache="") as cache:
-        return list(cache.keys())
+    return list(tc.open(path, cache="").keys())
 
 
 def decode_both(skeleton: bytes, tensors: bytes) -> Any:
@@ -72,20 +73,9 @@ def test_members_of_version_1(name: str) -> None:
     assert decode_both(*MEMBERS[name]) is not None
 
 
-def text(value: str) -> bytes:
-    return b"\x8c" + bytes([len(value)]) + value.encode()
-
-
-def name(module: str, name: str) -> bytes:
-    return text(module) + text(name) + b"\x93"
-
-
-def reference(value: str) -> bytes:
-    return name("builtins", "format") + text(value) + b"\x85R"
-
-
 ONE = safetensors.torch.save({"a": torch.arange(3)})
 NONE = safetensors.torch.save({})
+HALF = safetensors.torch.save({"a": torch.ones(2, dtype=torch.bfloat16)})
 # (body without a preamble, whether it is accepted, tensors)
 BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "defaultdict() has no factory": (name("collections", "defaultdict") + b")R.", True, NONE),
@@ -117,11 +107,7 @@ BODIES: dict[str, tuple[bytes, bool, bytes]] = {
     "a Fraction that is not reduced": (name("fractions", "Fraction") + b"K\2J\xfe\xff\xff\xff\x86R.", True, NONE),
     "one text twice is one object": (b"](" + reference("tensor:a") * 2 + b"e.", True, ONE),
     "a text that only looks like a reference": (text("tensor:a") + b".", False, ONE),
-    "no bfloat16 in numpy": (
-        reference("ndarray:a") + b".",
-        False,
-        safetensors.torch.save({"a": torch.ones(2, dtype=torch.bfloat16)}),
-    ),
+    "no bfloat16 in numpy": (reference("ndarray:a") + b".", False, HALF),
     "200 lists": (b"]" * 200 + b"a" * 199 + b".", True, NONE),
     "a Size in 200 lists": (b"]" * 200 + name("torch", "Size") + b"K\1\x85\x85R" + b"a" * 200 + b".", False, NONE),
     "a bytearray in 200 lists": (b"]" * 200 + b"\x96" + bytes(8) + b"a" * 200 + b".", True, NONE),
@@ -149,21 +135,16 @@ def test_preambles() -> None:
         assert decode_both(refused, tensors) is None
 
 
+def empty(*names: str) -> dict[str, bytes]:
+    return dict.fromkeys(names, b"")
+
+
 BOUND = tc.encode_sample({"x": torch.arange(2)})
 MEMBERS_OF_SHARDS: dict[str, tuple[bool, dict[str, bytes]]] = {
     "no samples": (True, {}),
-    "names of missing samples": (
-        True,
-        dict.fromkeys(["x", ".a.b", "d/.a.b", "__m__/a.b", "__m__", "__m__.txt", "__", "___", "d.d/x"], b""),
-    ),
-    "names that writers avoid": (
-        True,
-        dict.fromkeys(["a.", "__a.b", "d/__m__/a.b", "x y.z", "d.d/a.b", "../a.b"], b""),
-    ),
-    "a tar of `tar -c .`": (
-        True,
-        dict.fromkeys(["./a.x", "./a.y", "././b.x", "./d/c.x", "./.d.x", "./__m__/e.x"], b""),
-    ),
+    "names of missing samples": (True, empty(*"x .a.b d/.a.b __m__/a.b __m__ __m__.txt __ ___ d.d/x".split())),
+    "names that writers avoid": (True, empty("a.", "__a.b", "d/__m__/a.b", "x y.z", "d.d/a.b", "../a.b")),
+    "a tar of `tar -c .`": (True, empty("./a.x", "./a.y", "././b.x", "./d/c.x", "./.d.x", "./__m__/e.x")),
     "a key with and without ./": (False, {"./a.x": b"", "a.x": b""}),
     "suffixes in capitals": (True, dict(zip(["k.SKEL.pyd", "k.SafeTensors", "k.TXT"], (*BOUND, b""), strict=True))),
     "suffixes beyond ASCII": (True, dict.fromkeys(["k.Ä.TXT", "k.\u0130", "k.t\udcffXT", "k.\udcc3", "j.Σ"], b"")),

@@ -208,12 +208,9 @@ def test_results_share_nothing() -> None:
 def test_damaged_skeletons(items: dict[str, Any]) -> None:
     """A template reads what the interpreter reads, and leaves the rest to it."""
     skeleton, tensors = tc.encode_sample({f"new {next(numbers)}": torch.ones(1), **items})
-    damaged = [
-        skeleton[:i] + bytes([skeleton[i] ^ flip]) + skeleton[i + 1 :]
-        for i in range(42, len(skeleton))
-        for flip in (1, 8, 0xFF)
-    ]
-    damaged += [skeleton[:i] for i in range(42, len(skeleton))] + [skeleton + b".", skeleton[:-1] + b"0."]
+    places = range(42, len(skeleton))
+    damaged = [skeleton[:i] + bytes([skeleton[i] ^ flip]) + skeleton[i + 1 :] for i in places for flip in (1, 8, 0xFF)]
+    damaged += [skeleton[:i] for i in places] + [skeleton + b".", skeleton[:-1] + b"0."]
     form = parse_header(tensors)[0].form
     for _ in range(3):
         tc.decode_sample(skeleton, tensors)

@@ -54,8 +54,7 @@ def by_stream(path: Path, **options: Any) -> list[Any]:
 
 
 def by_samples(path: Path) -> list[Any]:
-    with tc.open(path) as cache:
-        return [tc.realize(found) for found in cache]
+    return [tc.realize(found) for found in tc.open(path)]
 
 
 def _by_cache(read: Callable[[Any, range], Any]) -> Callable[[Path], Any]:

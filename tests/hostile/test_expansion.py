@@ -17,6 +17,7 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.hostile.pickles import little_memory
+from tests.reading.batches import write
 from tests.shards.tars import build
 
 EMPTY_SETS = b"\x80\x05](" + b"\x8f" * 4_000_000 + b"e."  # 400 bytes of memory for each byte
@@ -89,10 +90,8 @@ OBJECTS = {
 def test_objects_of_other_kinds(tmp_path: Path, kind: str) -> None:
     """Such 12 KB took 340 MB as JSON, and 880 MB as MessagePack."""
     path = tmp_path / "a.tar"
-    for content in (
-        tar_of((f"0.{kind}.gz", gzip.compress(OBJECTS[kind]))),
-        gzip.compress(tar_of((f"0.{kind}", OBJECTS[kind]))),
-    ):
+    inside, outside = (f"0.{kind}.gz", gzip.compress(OBJECTS[kind])), (f"0.{kind}", OBJECTS[kind])
+    for content in (tar_of(inside), gzip.compress(tar_of(outside))):
         path.write_bytes(content)
         assert path.stat().st_size < 100_000
         assert "max_expanded_nbytes=" in refused(stream, path)
@@ -110,11 +109,8 @@ def test_zeros(tmp_path: Path, kind: str, members: int) -> None:
 
 
 def test_honest_masks_of_zeros_need_the_option(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "a-%d.tar", manifest=False) as sink:
-        for i in range(66):
-            mask = torch.zeros(1 << 20, dtype=torch.uint8)
-            mask[i] = 1
-            sink.write(f"{i:03d}", {"mask": mask, "i": i})
+    masks = torch.eye(66, 1 << 20, dtype=torch.uint8)
+    write(tmp_path / "a-%d.tar", [{"mask": mask, "i": i} for i, mask in enumerate(masks)], manifest=False)
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress((tmp_path / "a-0.tar").read_bytes(), 6))
     assert "max_expanded_nbytes=" in refused(stream, path)

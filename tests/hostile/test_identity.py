@@ -14,6 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
+from tests.reading.batches import write as write_samples
 
 
 def write(path: Path, value: int) -> bytes:
@@ -93,8 +94,7 @@ def use_open_ones(path: Path, change: str, io: Any) -> None:
 
 
 def use_a_pickled_one(path: Path, change: str, io: Any) -> None:
-    with tc.open(path, io=io) as cache:
-        pickled = pickle.dumps(cache[1]["large"])
+    pickled = pickle.dumps(tc.open(path, io=io)[1]["large"])
     CHANGES[change](path)
     lazy = pickle.loads(pickled)
     for use in (lazy.load, lambda: lazy[3:5], lambda: lazy.load(out=torch.empty(100_000, dtype=torch.uint8))):
@@ -116,13 +116,11 @@ def test_a_changed_shard_is_refused(tmp_path: Path, change: str) -> None:
 
 def test_a_shard_that_is_replaced_under_a_cache(tmp_path: Path) -> None:
     for name in "ab":
-        with tc.ShardWriter(tmp_path / f"{name}.tar") as sink:
-            sink.write(name, torch.tensor(1))
+        write_samples(tmp_path / f"{name}.tar", {name: torch.tensor(1)})
     cache = tc.open(tmp_path, max_open_files=1)
     lazy = cache[0]
     assert [int(sample) for sample in cache] == [1, 1]
-    with tc.ShardWriter(tmp_path / "a.tar", overwrite=True) as sink:
-        sink.write("a", torch.tensor(2))
+    write_samples(tmp_path / "a.tar", {"a": torch.tensor(2)}, overwrite=True)
     for use in (lambda: cache[0], lazy.load, lambda: cache.read_batch([1, 0])):
         with pytest.raises(tc.FormatError, match=r"a\.tar: the shard was changed since it was opened; open it"):
             use()

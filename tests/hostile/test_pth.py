@@ -103,10 +103,8 @@ def test_attacks(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     raw = zipped(b"\x80\x02" + ATTACKS[name] + b"." * (name != "no end"), **{"data/0": bytes(16)})
     # a list of one element takes 88 bytes, and 2 to write
-    with (
-        little_memory(2_000_000 + 128 * len(raw)),
-        pytest.raises(tc.FormatError, match="^s.tar: sample 'k': member 'pth': "),
-    ):
+    place = "^s.tar: sample 'k': member 'pth': "
+    with little_memory(2_000_000 + 128 * len(raw)), pytest.raises(tc.FormatError, match=place):
         decoded(raw)
     assert not list(tmp_path.iterdir())
 

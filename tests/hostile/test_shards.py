@@ -154,8 +154,7 @@ def test_names_are_names_alone(tmp_path: Path, key: str) -> None:
     path = tmp_path / "x.tar"
     path.write_bytes(build_with_tarfile([(f"{key}.skel.pyd", ARANGE), (f"{key}.safetensors", TENSORS)]))
     assert_right(path)
-    with tc.open(path) as cache:
-        assert list(cache.keys()) == [key.removeprefix("./")]
+    assert list(tc.open(path).keys()) == [key.removeprefix("./")]
     assert [file.name for file in tmp_path.iterdir()] == ["x.tar"]
 
 

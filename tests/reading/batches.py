@@ -28,12 +28,18 @@ SMALL = [nested(i) for i in range(COUNT)]
 LARGE = [nested(i, 8000) for i in range(COUNT)]
 
 
-def write(folder: Path | str, samples: list[Any], *, max_samples: int = 5, **writer: Any) -> str:
-    """Write samples under the keys "000", "001", …; returns the folder."""
-    with tc.ShardWriter(f"{folder}/%03d.tar", max_samples=max_samples, fsync=False, **writer) as sink:
-        for i, sample in enumerate(samples):
-            sink.write(f"{i:03d}", sample)
-    return str(folder)
+def write(path: Path | str, samples: list[Any] | dict[str, Any], members: Any = lambda i: {}, **writer: Any) -> str:
+    """Write samples into a folder or a tar, under the keys "000", "001", … or those of a dict; return the path.
+
+    `members` returns the other members of the sample with a number.
+    """
+    named = samples if isinstance(samples, dict) else {f"{i:03d}": sample for i, sample in enumerate(samples)}
+    options = {"fsync": False} if str(path).endswith(".tar") else {"fsync": False, "max_samples": 5}
+    pattern = path if str(path).endswith(".tar") else f"{path}/%03d.tar"
+    with tc.ShardWriter(pattern, **options | writer) as sink:
+        for i, (key, sample) in enumerate(named.items()):
+            sink.write(key, sample, **members(i))
+    return str(path)
 
 
 def assert_all_same(left: list[Any], right: list[Any]) -> None:

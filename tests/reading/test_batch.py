@@ -39,9 +39,6 @@ def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Te
     return (torch.from_numpy(raw) if nbytes else torch.empty(0, dtype=torch.uint8)).view(dtype).view(shape)
 
 
-# --- equal to stacking ---
-
-
 @pytest.mark.parametrize("io", ["auto", "pread"])
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("samples", [SMALL, LARGE], ids=["small", "large"])
@@ -159,9 +156,6 @@ def test_any_structure(samples: list[Any], io: str, data: st.DataObject) -> None
             assert_all_same(expected, cache.read_batch(numbers, collate=list))
 
 
-# --- reads ---
-
-
 @pytest.mark.parametrize("io", ["auto", "pread"])
 def test_files_that_were_dropped_from_memory(small: str, large: str, io: str) -> None:
     for folder, samples in ((small, SMALL), (large, LARGE)):
@@ -174,9 +168,7 @@ def test_files_that_were_dropped_from_memory(small: str, large: str, io: str) ->
                 assert_batch([samples[i] for i in numbers], cache.read_batch(numbers))
 
 
-def test_an_error_in_a_thread_is_raised_once_and_nothing_is_written_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_a_thread_is_raised_once_and_nothing_is_written_later(tmp_path: Path, monkeypatch: Any) -> None:
     folder = write(tmp_path, [torch.full((500_000,), float(i)) for i in range(12)], max_samples=12)
     preadv = os.preadv
     for threads in (1, 4):
@@ -220,10 +212,8 @@ def test_within_a_transform_of_torch(tmp_path: Path) -> None:
     with tc.open(write(tmp_path, samples)) as cache:
         order = list(range(19, -1, -1))
         assert functionalize(lambda x: x + cache.read_batch(order)["t"][:, 0])(torch.zeros(20)).tolist() == order
-        assert (
-            make_fx(lambda x: x + cache.read_batch(order)["t"][:, 0])(torch.zeros(20))(torch.zeros(20)).tolist()
-            == order
-        )
+        traced = make_fx(lambda x: x + cache.read_batch(order)["t"][:, 0])(torch.zeros(20))
+        assert traced(torch.zeros(20)).tolist() == order
         with FakeTensorMode():
             assert cache.read_batch(order)["a"][:, 6].tolist() == order
 
@@ -251,9 +241,6 @@ def test_rows_whose_shards_are_mapped_far_apart(tmp_path: Path) -> None:
         assert cache.read_batch(range(16))["x"][:, [0, -1]].tolist() == [[i, i] for i in range(16)]
 
     assert run_in_child(read, kill_after_s=120) == 0
-
-
-# --- functions of whole samples ---
 
 
 X = torch.arange(3)
@@ -305,12 +292,10 @@ def test_skeletons_that_the_index_could_not_read(tmp_path: Path) -> None:
         assert list(cache.schema) == ["x"]
 
 
-# --- no more dimensions than numpy has, nor more bytes than memory ---
-
-
 ARRAY_NDIM = 64  # numpy has no more dimensions
 MOST = (1,) * ARRAY_NDIM
 COLLATES = ["stack", "pad"]
+PADDINGS = [("x", 1 << 56, "memory"), ("x", 1 << 61, "bytes"), ("xyzuvw", 1 << 57, "memory")]
 
 
 @pytest.mark.parametrize("collate", COLLATES)
@@ -349,9 +334,7 @@ def test_empty_ones_whose_other_sizes_are_huge(tmp_path: Path, kind: str) -> Non
         assert len(cache.read_tensors(numbers, collate="auto")["x"]) == 40
 
 
-@pytest.mark.parametrize(
-    ("names", "length", "word"), [("x", 1 << 56, "memory"), ("x", 1 << 61, "bytes"), ("xyzuvw", 1 << 57, "memory")]
-)
+@pytest.mark.parametrize(("names", "length", "word"), PADDINGS)
 def test_padding_that_is_huge(tmp_path: Path, names: str, length: int, word: str) -> None:
     """The last is more than 2^63 bytes in all."""
     with tc.open(write(tmp_path, [dict.fromkeys(names, torch.ones(count)) for count in (2, 1)])) as cache:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,12 +34,6 @@ SAMPLES = [nested(i) for i in range(COUNT)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(tmp_path_factory.mktemp("gpu"), SAMPLES, max_samples=7)
-
-
-@pytest.fixture
-def cache(folder: str) -> Iterator[Any]:
-    with tc.open(folder) as opened:
-        yield opened
 
 
 def on_cpu(batch: Any) -> Any:
@@ -102,9 +95,7 @@ def test_no_hidden_waits(cache: Any) -> None:
     view = cache.select(["large", "half.*", "scalar", "array"])
     for _ in range(2):
         with no_hidden_waits():
-            batches = [
-                view.read_batch([i, i + 1], device="cuda", collate=way) for way in ("stack", "list") for i in (1, 7)
-            ]
+            batches = [view.read_batch([i, i + 1], "cuda", collate=way) for way in ("stack", "list") for i in (1, 7)]
     assert batches[1]["scalar"].tolist() == [True, True]
 
 

@@ -19,13 +19,9 @@ ABC = ["a", "b", "c"]
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Any:
+def folder(tmp_path: Path) -> str:
     samples = [{"x": torch.tensor([i]), "name": name, "size": (i, [name])} for i, name in enumerate(ABC)]
-    with tc.open(write(tmp_path, samples, max_samples=2)) as opened:
-        yield opened
-
-
-# --- a list-like ---
+    return write(tmp_path, samples, max_samples=2)
 
 
 def test_leaves_are_like_lists(cache: Any) -> None:
@@ -96,9 +92,6 @@ def test_samples_of_equal_tensors_and_other_keys(tmp_path: Path) -> None:
                 cache.read_batch([0, 1])["even"].tolist()
 
 
-# --- structures ---
-
-
 def test_containers_are_kept(tmp_path: Path) -> None:
     def sample(i: int) -> Any:
         x, inner = torch.tensor([i]), {"y": torch.tensor(-i)}
@@ -131,39 +124,21 @@ def test_containers_are_kept(tmp_path: Path) -> None:
             assert (batch["deque"].maxlen, type(batch["tuple"][1]), batch[1, "k"]["empty"]) == (5, tuple, {})
 
 
-# --- errors ---
-
-
 X = torch.zeros(2)
+UNFIT: list[Any] = [
+    ({"x": torch.zeros(3)}, "stack", r"is \[2\] in sample '000', but \[3\] in '002'; use collate='pad' or"),
+    ({"x": torch.zeros(2, 1)}, "stack", r"is \[2\] in sample '000', but \[2, 1\] in '002'; use collate='list', or"),
+    ({"x": torch.zeros(2, 1)}, "pad", r"is \[2\] in sample '000', but \[2, 1\] in '002', and .* use collate='list'"),
+    ({"x": X.half()}, "list", r"'x' is tensor of torch.float32 in sample '000', but .*float16 in '002'"),
+    ({"x": np.zeros((2, 2), "f4")}, "list", r"'x' is tensor of torch.float32 .*, but ndarray of float32 in '002'"),
+    ({"y": X}, "stack", r"sample '002' has no tensor 'x', but '000' has"),
+    ({"x": [X]}, "list", r"sample '000' has neither tensor 'x.0' of the batch, nor None in its place"),
+    ({"x": X, "a": 5}, "stack", "sample '002' has a value at 'a', but '000' has a dict .*: their structures differ"),
+    ({"x": X}, "stack", "sample '002' has nothing at 'a', but '000' has a dict of length 1: their structures differ"),
+]
 
 
-@pytest.mark.parametrize(
-    ("other", "collate", "message"),
-    [
-        ({"x": torch.zeros(3)}, "stack", r"is \[2\] in sample '000', but \[3\] in '002'; use collate='pad' or"),
-        ({"x": torch.zeros(2, 1)}, "stack", r"is \[2\] in sample '000', but \[2, 1\] in '002'; use collate='list', or"),
-        (
-            {"x": torch.zeros(2, 1)},
-            "pad",
-            r"is \[2\] in sample '000', but \[2, 1\] in '002', and .* use collate='list'",
-        ),
-        ({"x": X.half()}, "list", r"'x' is tensor of torch.float32 in sample '000', but .*float16 in '002'"),
-        ({"x": np.zeros((2, 2), "f4")}, "list", r"'x' is tensor of torch.float32 .*, but ndarray of float32 in '002'"),
-        ({"y": X}, "stack", r"sample '002' has no tensor 'x', but '000' has"),
-        ({"x": [X]}, "list", r"sample '000' has neither tensor 'x.0' of the batch, nor None in its place"),
-        (
-            {"x": X, "a": 5},
-            "stack",
-            "sample '002' has a value at 'a', but '000' has a dict .*: their structures differ",
-        ),
-        (
-            {"x": X},
-            "stack",
-            "sample '002' has nothing at 'a', but '000' has a dict of length 1: their structures differ",
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("other", "collate", "message"), UNFIT, ids=str)
 def test_samples_that_do_not_fit(tmp_path: Path, other: Any, collate: str, message: str) -> None:
     good = {"x": X, "a": {"b": [1]}}
     with tc.open(write(tmp_path, [good, good, other])) as cache:

@@ -160,11 +160,8 @@ def test_joined_caches(folder: str, tmp_path: Path) -> None:
         batch = again.read_batch([5, 8], collate={"top.b.text": "pad"}, choose=deep, choices={"top.b.text": [3, 2]})
         assert batch["top"]["b"]["text"][:, 0, 0].tolist() == [503, 802]
         message = r"choose={.*}: expected names and alternatives of one of the joined caches"
-        for wrong in (
-            {"text": "b.captions.*"},
-            {"a.x": ["a.latent", "b.captions.0"]},
-            {("a.t", "b.l"): ("a.latent*", "b.captions.*")},
-        ):
+        mixed = {("a.t", "b.l"): ("a.latent*", "b.captions.*")}
+        for wrong in ({"text": "b.captions.*"}, {"a.x": ["a.latent", "b.captions.0"]}, mixed):
             with pytest.raises(ValueError, match=message + r", which begin with 'a\.', 'b\.'$"):
                 joined.read_batch([5], choose=wrong)
         write(tmp_path / "a", [{"x": torch.tensor([i]), "y": torch.tensor([-i])} for i in range(3)])
@@ -205,9 +202,6 @@ def test_wrong_arguments(folder: str, choose: Any, choices: Any, error: Any, mes
         cache.read_batch([5], choose=choose, choices=choices, collate="list")
 
 
-# --- values that are not tensors ---
-
-
 def with_strings(i: int) -> dict[str, Any]:
     captions = [f"c{i}.{number}" for number in range(1 + i % 3)]
     tags = {"a": i, "b": -i}
@@ -223,10 +217,8 @@ def strings(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_strings(strings: str) -> None:
-    options: dict[str, Any] = {
-        "choose": STRINGS,
-        "choices": {"caption": [2, 0, 1], "text": [0, 1, 1], "meta.tag": [1, 0, 1]},
-    }
+    choices = {"caption": [2, 0, 1], "text": [0, 1, 1], "meta.tag": [1, 0, 1]}
+    options: dict[str, Any] = {"choose": STRINGS, "choices": choices}
     with tc.open(strings) as cache:
         batch, info = cache.read_batch_with_info([2, 5, 1], **options)
         assert list(batch) == ["latent", "caption", "text", "meta"]
@@ -245,10 +237,8 @@ def test_strings(strings: str) -> None:
         assert batch["a"]["caption"] == ["c2.2", "c5.1"]
         assert "captions" not in batch["a"]
         assert info.choices.chosen("a.caption") == ["a.captions.2", "a.captions.1"]
-        for choose, message in (
-            ({"long.x": "captions.*"}, "another value"),
-            ({"x": "long.*"}, "a sample has a str at 'long', expected a list"),
-        ):
+        expected = "a sample has a str at 'long', expected a list"
+        for choose, message in (({"long.x": "captions.*"}, "another value"), ({"x": "long.*"}, expected)):
             with pytest.raises(tc.BatchError, match=message):
                 cache.read_batch([1], choose=choose)["x"].tolist()
 
@@ -283,26 +273,17 @@ def test_samples_without_an_alternative(tmp_path: Path) -> None:
             next(iter(DataLoader([1, 0], batch_size=2, num_workers=1, collate_fn=read, timeout=60)))  # type: ignore[arg-type]
 
 
-# --- samples that lack other tensors ---
-
-
 def with_mask(i: int) -> dict[str, Any]:
     captions = [f"c{i}{number}" for number in range(1 + i % 3)]
     latent = torch.full((2,), float(i))
     masks: tuple[Any, ...] = (torch.full((1 + i % 2, 2), i), None, None, None)
-    return {
-        "latent": latent,
-        "flipped": -latent,
-        "mask": masks[i % 4],
-        "captions": captions,
-        "more": [i, None if i % 4 else latent + 1],
-    }
+    more = [i, None if i % 4 else latent + 1]
+    return {"latent": latent, "flipped": -latent, "mask": masks[i % 4], "captions": captions, "more": more}
 
 
 @pytest.fixture
-def masked(tmp_path: Path) -> Iterator[Any]:
-    with tc.open(write(tmp_path, [with_mask(i) for i in range(8)], max_samples=8)) as opened:
-        yield opened
+def masked(tmp_path: Path) -> Any:
+    return tc.open(write(tmp_path, [with_mask(i) for i in range(8)], max_samples=8))
 
 
 CHOOSE_MASKED = {"image": ["latent", "flipped"], "caption": "captions.*"}
@@ -359,9 +340,6 @@ def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
             assert info.mask("mask")[:, 0].tolist() == [i % 3 == 1 for i in rows]
 
 
-# --- containers, and tensors together with values ---
-
-
 def test_a_container_of_tensors_is_no_alternative(folder: str, cache: Any) -> None:
     message = r"choose={'text': 'captions'}: .* choose among them by 'captions\.\*'"
     for rows, collate in (([5], "list"), ([5, 6], "list"), ([5, 6], list)):
@@ -386,9 +364,8 @@ def with_pairs(i: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def paired(tmp_path: Path) -> Iterator[Any]:
-    with tc.open(write(tmp_path, [with_pairs(i) for i in range(COUNT)], max_samples=7)) as opened:
-        yield opened
+def paired(tmp_path: Path) -> Any:
+    return tc.open(write(tmp_path, [with_pairs(i) for i in range(COUNT)], max_samples=7))
 
 
 TOGETHER = {("text", "caption", "tag"): ("texts.*", "captions.*", "tags.a.*")}
@@ -406,13 +383,12 @@ def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
     )
     with pytest.raises(tc.BatchError, match=message):
         paired.read_batch([1], choose={("text", "x"): ("texts.*", "more.*")})["x"].tolist()
+    message = "sample '001': 'x', 'y' are chosen together, .* cannot be paired by name"
     for wrong in (
         [("texts.*", "texts.0"), ("texts.2", "texts.1")],
         [("texts.0", "texts.1"), ("texts.1", "texts.2"), ("texts.0", "texts.2")],  # texts.0 has two partners
     ):
-        with pytest.raises(
-            tc.BatchError, match="sample '001': 'x', 'y' are chosen together, .* cannot be paired by name"
-        ):
+        with pytest.raises(tc.BatchError, match=message):
             paired.read_batch([1], choose={("x", "y"): wrong})
 
 
@@ -467,32 +443,20 @@ def test_names_that_are_chosen_together_are_paired_by_name(kind: str, tmp_path: 
         if any(are_lists):
             keys = [str(n) for n in range(random.randint(2, 14))]
         make = (lambda i, key: f"{i} {key}") if kind == "value" else text
-        samples = [
-            {
-                name: container(keys, is_list, partial(of, i))
-                for name, is_list, of in zip(NAMES, are_lists, (text, make), strict=True)
-            }
-            for i in range(4)
-        ]
+        parts = list(zip(NAMES, are_lists, (text, make), strict=True))
+        samples = [{name: container(keys, is_list, partial(of, i)) for name, is_list, of in parts} for i in range(4)]
         ordered, first = sorted(keys, key=natural), random.choice(keys)
-        wanted = [["*"], [first, "*"], random.sample(keys, len(keys)), [first, "[!0-9]*", "[0-9]*"], [first, "[13]"]][
-            case % 5
-        ]
+        ways = [["*"], [first, "*"], random.sample(keys, len(keys)), [first, "[!0-9]*", "[0-9]*"], [first, "[13]"]]
+        wanted = ways[case % 5]
         matches = [[key] if key in keys else fnmatch.filter(ordered, key) for key in wanted]
         expected = list(dict.fromkeys(key for names in matches for key in names))
-        rows = [
-            tuple(f"in.{name}.{ESCAPED.get(key, key)}" for name in NAMES)
-            for key, n in zip(wanted, matches, strict=True)
-            if n
-        ]
+        matched = [key for key, n in zip(wanted, matches, strict=True) if n]
+        rows = [tuple(f"in.{name}.{ESCAPED.get(key, key)}" for name in NAMES) for key in matched]
         weighted = {row: random.randint(1, 3) for row in rows}
         folder = write(tmp_path / f"{case}", [{"in": sample, "id": 0} for sample in samples], max_samples=2)
         with tc.open(folder) as cache:
-            check_pairs(
-                random.choice([cache, tc.join([cache])]),
-                {("text", "new.caption"): random.choice([rows, weighted])},
-                expected,
-            )
+            view = random.choice([cache, tc.join([cache])])
+            check_pairs(view, {("text", "new.caption"): random.choice([rows, weighted])}, expected)
 
 
 def check_pairs(cache: Any, choose: Any, expected: list[str]) -> None:
@@ -507,9 +471,8 @@ def check_pairs(cache: Any, choose: Any, expected: list[str]) -> None:
         assert info.choices.chosen("text") == [f"in.texts.{ESCAPED.get(key, key)}"] * 2
         assert info.choices.chosen("new.caption") == [f"in.captions.{ESCAPED.get(key, key)}"] * 2
         samples = cache.read_batch([3, 1], collate=list, **options)
-        assert [shown([sample["text"], sample["new"]["caption"]]) for sample in samples] == [
-            [f"{i} {key}"] * 2 for i in (3, 1)
-        ]
+        pairs = [shown([sample["text"], sample["new"]["caption"]]) for sample in samples]
+        assert pairs == [[f"{i} {key}"] * 2 for i in (3, 1)]
     loader = tc.Loader(cache, 2, shuffle=True, seed=1, choose=choose, collate="list", num_threads=0)
     steps = []
     for batch in loader:
@@ -533,11 +496,8 @@ def test_other_names_are_not_paired(tmp_path: Path) -> None:
         (tensors([0.5, 1.5]), {1.5: "1", 0.5: "0"}, "'texts.@0', 'texts.@1' and 'captions.@0', 'captions.@1'"),
     ]
     for number, (texts, captions, names) in enumerate(cases):
-        folder = write(tmp_path / f"{number}", [{"texts": texts, "captions": captions}])
-        with (
-            tc.open(folder) as cache,
-            pytest.raises(tc.BatchError, match=f"sample '000': .*alternatives {names} cannot be paired"),
-        ):
+        cache = tc.open(write(tmp_path / f"{number}", [{"texts": texts, "captions": captions}]))
+        with pytest.raises(tc.BatchError, match=f"sample '000': .*alternatives {names} cannot be paired"):
             cache.read_batch([0], choose={("text", "caption"): ("texts.*", "captions.*")})["caption"].tolist()
 
 
@@ -559,19 +519,16 @@ def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwar
         tc.Loader(paired, 4, choose={"text": "texts.*", "caption": "captions.*"})
     tc.Loader(paired, 4, choose=TOGETHER)
     tc.Loader(paired, 4, choose={"text": "texts.*", "more": "more.*"})
-    with tc.open(strings) as cache:
-        tc.Loader(cache, 4, choose=STRINGS)
+    tc.Loader(tc.open(strings), 4, choose=STRINGS)
     assert not recwarn.list
 
 
 def test_texts_under_other_keys(tmp_path: Path) -> None:
     """Only what remains of the samples must be alike."""
-    with tc.ShardWriter(tmp_path) as sink:
-        for i in range(7):
-            texts = {f"t{number}": f"{i}.{number}" for number in range(i % 3, 3)}
-            sink.write(f"{i}", {"x": torch.tensor([i]), "texts": texts, "i": i, "n": {"i": i}})
-        sink.write("8", {"x": torch.tensor([8]), "texts": {"t": "8"}, "i": 8, "n": {"j": 8}})
-    with tc.open(tmp_path) as cache:
+    texts = [{f"t{number}": f"{i}.{number}" for number in range(i % 3, 3)} for i in range(7)]
+    samples = {f"{i}": {"x": torch.tensor([i]), "texts": texts[i], "i": i, "n": {"i": i}} for i in range(7)}
+    samples["8"] = {"x": torch.tensor([8]), "texts": {"t": "8"}, "i": 8, "n": {"j": 8}}
+    with tc.open(write(tmp_path, samples, max_samples=8)) as cache:
         batch = cache.read_batch(range(7), choose={"text": "texts.*"})
         assert batch["i"] == batch["n"]["i"] == batch["x"].flatten().tolist() == list(range(7))
         assert batch["text"] == [f"{i}.{i % 3}" for i in range(7)]
@@ -582,16 +539,14 @@ def test_texts_under_other_keys(tmp_path: Path) -> None:
 
 def test_lists_of_tensors_and_other_items(tmp_path: Path) -> None:
     """The rest of a list has None in place of its tensors."""
-    folder = write(tmp_path, [{"t": [torch.ones(2), None, ["s"]], "y": i} for i in range(3)])
-    with tc.open(folder) as cache:
+    with tc.open(write(tmp_path, [{"t": [torch.ones(2), None, ["s"]], "y": i} for i in range(3)])) as cache:
         batch = cache.read_batch(range(3), choose={"T": "t.0"})
         assert list(batch["t"]) == [[None, None, ["s"]]] * 3
         assert batch["T"].tolist() == [[1, 1]] * 3
 
 
 def test_a_misspelled_alternative(tmp_path: Path) -> None:
-    folder = write(tmp_path, [{"latent": torch.zeros(2), "flip": torch.ones(2)}] * 4)
-    with tc.open(folder) as cache:
+    with tc.open(write(tmp_path, [{"latent": torch.zeros(2), "flip": torch.ones(2)}] * 4)) as cache:
         for choose in ({"latent": ["latent", "flp"]}, {("latent",): [("latent",), ("flip",), ("no.*",)]}):
             for use in (
                 lambda choose=choose: tc.Loader(cache, 2, choose=choose),
@@ -603,8 +558,7 @@ def test_a_misspelled_alternative(tmp_path: Path) -> None:
 
 
 def test_members_are_no_alternatives(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%06d.tar") as sink:
-        sink.write("000", {"x": torch.zeros(2)}, txt=b"a")
+    write(tmp_path, {"000": {"x": torch.zeros(2)}}, lambda i: {"txt": b"a"})
     message = r"unknown tensor 'txt'; there are 'x'; 'txt' is a member, which a transform reads: info\.cache\.read_"
     with tc.open(tmp_path) as cache:
         for wanted in (cache, tc.join([cache])):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ def sample(i: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with tc.open(write(tmp_path_factory.mktemp("weights"), [sample(i) for i in range(COUNT)], max_samples=50)) as cache:
-        yield cache
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("weights"), [sample(i) for i in range(COUNT)], max_samples=50)
 
 
 def choices_of(cache: Any, choose: Any, num_epochs: int = NUM_EPOCHS, **options: Any) -> list[Any]:
@@ -145,10 +143,8 @@ def test_without_weights_nothing_changes(tmp_path: Path) -> None:
     ids=str,
 )
 def test_wrong_weights(cache: Any, wanted: Any, message: str) -> None:
-    for use in (
-        lambda: tc.Loader(cache, 2, choose={"text": wanted}),
-        lambda: cache.read_batch([0], choose={"text": wanted}),
-    ):
+    choose = {"text": wanted}
+    for use in (lambda: tc.Loader(cache, 2, choose=choose), lambda: cache.read_batch([0], choose=choose)):
         with pytest.raises(ValueError, match=message):
             use()
 

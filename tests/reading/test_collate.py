@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,9 @@ def sample(i: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Any]:
-    with tc.open(write(tmp_path, [sample(i) for i in range(COUNT)], max_samples=4)) as cache:
-        yield cache
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("collate"), [sample(i) for i in range(COUNT)], max_samples=4)
 
 
 EACH = {"cond.text": tc.pad(to=5, value=7), "cond.*": "list", "odd": "list"}
@@ -70,9 +68,8 @@ def test_only_the_first_dimension_is_padded(cache: Any, way: Any) -> None:
     assert batch["cond"]["mask"].tolist() == [[True, False, False], [True] * 3]
     assert batch["latent"].shape == (2, 3 if way == tc.pad(to=3) else 2, 3)
     assert batch["scalar"].tolist() == [0, 2]
-    with pytest.raises(
-        tc.BatchError, match=r"'odd' is \[2, 1\] in sample '000', but \[2, 2\] in '001'.*first dimension"
-    ):
+    message = r"'odd' is \[2, 1\] in sample '000', but \[2, 2\] in '001'.*first dimension"
+    with pytest.raises(tc.BatchError, match=message):
         cache.read_batch([0, 1], collate=way)
 
 
@@ -97,9 +94,8 @@ def test_the_smallest_length_that_fits(cache: Any, way: Any) -> None:
         mask = [[at <= i % 3 for at in range(length)] for i in numbers]
         assert info.mask("cond.text").tolist() == pickle.loads(pickle.dumps(info)).mask("cond.text").tolist() == mask
         assert torch.equal(cache.read_tensors(numbers, collate=ways)["cond.text"], batch["cond"]["text"])
-    with pytest.raises(
-        tc.BatchError, match=r"tensor 'cond.text' has length 3 in sample '002', more than pad\(to=\[1, 2\]\)"
-    ):
+    message = r"tensor 'cond.text' has length 3 in sample '002', more than pad\(to=\[1, 2\]\)"
+    with pytest.raises(tc.BatchError, match=message):
         cache.read_batch([0, 1, 2], collate={"cond.*": tc.pad(to=[1, 2]), "odd": "list"})
 
 
@@ -120,10 +116,8 @@ def test_the_smallest_length_that_fits(cache: Any, way: Any) -> None:
 def test_padding_that_a_dtype_has_not(tmp_path: Path, value: Any, pad_value: Any) -> None:
     longer = torch.cat([value] * 2) if isinstance(value, torch.Tensor) else np.concatenate([value] * 2)
     message = f"pad_value={pad_value!r} cannot be represented in {value.dtype}, the dtype of tensor 'x'"
-    with (
-        tc.open(write(tmp_path, [{"x": value}, {"x": longer}])) as cache,
-        pytest.raises(tc.BatchError, match=re.escape(message)),
-    ):
+    cache = tc.open(write(tmp_path, [{"x": value}, {"x": longer}]))
+    with pytest.raises(tc.BatchError, match=re.escape(message)):
         cache.read_batch([0, 1], collate="pad", pad_value=pad_value)
 
 
@@ -208,10 +202,8 @@ def test_masks_by_name(cache: Any) -> None:
 
 
 def test_info_of_samples_that_differ(tmp_path: Path) -> None:
-    samples = [
-        {"x": torch.zeros(2), "y": torch.zeros(1)},
-        {"x": torch.zeros(1, 3), "z": torch.zeros(2), "y": torch.ones(4)},
-    ]
+    samples = [{"x": torch.zeros(2), "y": torch.zeros(1)}]
+    samples += [{"x": torch.zeros(1, 3), "z": torch.zeros(2), "y": torch.ones(4)}]
     with tc.open(write(tmp_path, samples)) as cache:
         found, info = cache.read_batch_with_info(["001", "000"], collate=list)
         assert [list(each) for each in found] == [["x", "z", "y"], ["x", "y"]]

@@ -97,12 +97,9 @@ def test_views(folder: Path) -> None:
 
 
 def test_joined(folder: Path, tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "texts", fsync=False) as sink:
-        for i in range(100):
-            sink.write(f"{i:03d}", {"plain": f"text {i}", "1": {2: i, ("a", 1): "b"}}, txt="x")
-    with tc.ShardWriter(tmp_path / "bare", fsync=False) as sink:
-        for i in range(100):
-            sink.write(f"{i:03d}", f"a string as the whole sample {i}")
+    texts = [{"plain": f"text {i}", "1": {2: i, ("a", 1): "b"}} for i in range(100)]
+    write(tmp_path / "texts", texts, lambda i: {"txt": "x"}, max_samples=100)
+    write(tmp_path / "bare", [f"a string as the whole sample {i}" for i in range(100)], max_samples=100)
     parts = {"photo": tc.join([folder, tmp_path / "texts"]), "bare": tmp_path / "bare"}
     with tc.join({"all": tc.join(parts)}) as named:
         found = named.describe()
@@ -178,16 +175,11 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         lines = dict(line.strip().split(": ", 1) for line in repr(found).splitlines() if line.startswith("  "))
         assert all(len(line) < CHARS for line in lines.values())
         assert lines["cyclic"] == "list of 2 int or list, for example [1, [1, [1, [1, […]]]]]"
-        assert (
-            lines["many"]
-            == "list of 100000 int, for example [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, …]"
-        )
+        many = "list of 100000 int, for example [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, …]"
+        assert lines["many"] == many
         assert lines["queue"] == "deque of 1 int, for example deque([3])"
         assert lines["one"] == "tuple of 1 int, for example (1,)"
         assert lines["large"] == "int, for example an int of 201 bits"
-
-
-# --- schema ---
 
 
 DTYPES = [torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.bool, torch.float64]
@@ -234,9 +226,6 @@ def test_schema_of_samples_that_differ(tmp_path: Path) -> None:
             assert (set(n.dtype), n.shape, n.nbytes) == ({np.dtype("<f8"), torch.float32}, None, 48)
 
 
-# --- repr, which looks at little of a large cache ---
-
-
 def test_repr(tmp_path: Path) -> None:
     samples = [{"x": torch.zeros(i + 1, 2).bfloat16(), "a": [np.zeros(3, "f4")], "i": i} for i in range(5)]
     folder = Path(write(tmp_path / "a", samples, max_samples=2, fingerprint={"model": "vae", "size": 64}))
@@ -259,8 +248,7 @@ def test_repr(tmp_path: Path) -> None:
 
 
 def test_little_is_read_of_a_large_cache(tmp_path: Path) -> None:
-    folder = write(tmp_path, [{"x": torch.tensor(i)} for i in range(3000)], max_samples=500)
-    with tc.open(folder) as cache:
+    with tc.open(write(tmp_path, [{"x": torch.tensor(i)} for i in range(3000)], max_samples=500)) as cache:
         assert "(tensors of the first 1,000 samples)" in repr(cache)
 
 

@@ -56,8 +56,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
             list(shared)  # names of tensors are known of loaded samples
             yield shared
         return
-    folder = write(tmp_path / "c", samples, max_samples=4, footer=request.param != "no footer")
-    with tc.open(folder) as opened:
+    with tc.open(write(tmp_path / "c", samples, max_samples=4, footer=request.param != "no footer")) as opened:
         yield tc.join([opened]) if request.param == "joined" else opened
 
 
@@ -127,8 +126,7 @@ def test_all_samples_share(tmp_path: Path) -> None:
     """A batch has memory of its own for each place, since a transform may overwrite one of them."""
     x = [torch.full((3,), float(i)) for i in range(4)]
     samples = [{"a": x[i], "deep": [i, {"b": x[i]}], "c": np.arange(i)} for i in range(4)]
-    folder = write(tmp_path, samples)
-    with tc.open(folder) as cache:
+    with tc.open(write(tmp_path, samples)) as cache:
         assert set(cache.schema) == {"a", "c", "deep.1.b"}
         batch = cache.read_batch([2, 0], collate={"c": "pad"})
         batch["deep"][1]["b"].zero_()
@@ -141,10 +139,7 @@ def test_all_samples_share(tmp_path: Path) -> None:
 def test_a_tensor_that_an_object_has_too(tmp_path: Path) -> None:
     """The object gives it no name, so the selected place does."""
     x = torch.ones(2)
-    samples = [{"a": x, "box": Box(x), "b": x}]
-    with tc.ShardWriter(tmp_path / "x.tar", allow=[Box]) as sink:
-        sink.write("0", samples[0])
-    with tc.open(tmp_path, allow=[Box]) as cache:
+    with tc.open(write(tmp_path, [{"a": x, "box": Box(x), "b": x}], allow=[Box]), allow=[Box]) as cache:
         view = cache.select("b")
         assert list(tc.flatten(view[0])) == list(view.read_tensors([0])) == ["b"]
         assert tc.nest([view[0]], view.read_tensors([0]))["b"].tolist() == [[1, 1]]
@@ -183,12 +178,8 @@ def test_old_indexes(tmp_path: Path) -> None:
 def test_names_that_are_no_further_names(tmp_path: Path) -> None:
     """A name that another tensor has, one of more than 1,000 characters, and the 1,001st."""
     a, b = torch.zeros(1), torch.ones(1)
-    samples: list[Any] = [
-        {"0": a, "1": b, 1: a},
-        {"x": a, "long" * 300: a, "short": a},
-        {"x": [a] * 1500},
-        {"s": {a}, "t": a, "u": a},
-    ]
+    samples: list[Any] = [{"0": a, "1": b, 1: a}, {"x": a, "long" * 300: a, "short": a}, {"x": [a] * 1500}]
+    samples += [{"s": {a}, "t": a, "u": a}]
     names = [[], ["short"], [f"x.{i}" for i in range(1, 1001)], ["u"]]
     for number, (case, further) in enumerate(zip(samples, names, strict=True)):
         with tc.open(write(tmp_path / f"{number}", [case])) as cache:

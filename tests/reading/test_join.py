@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write as write_samples
 from tests.same import assert_same
 
 COUNT = 11
@@ -25,10 +25,8 @@ def text(i: int) -> dict[str, Any]:
     return {"states": torch.full((1 + i % 3, 2), i, dtype=torch.int16), "pooled": torch.tensor([-i]), "prompt": f"p{i}"}
 
 
-def write(folder: Path, sample: Any, numbers: list[int], **writer: Any) -> Path:
-    with tc.ShardWriter(folder / "%d.tar", max_samples=4, fsync=False, **writer) as sink:
-        for i in numbers:
-            sink.write(f"k{i}", sample(i))
+def write(folder: Path, sample: Any, numbers: list[int]) -> Path:
+    write_samples(folder / "%d.tar", {f"k{i}": sample(i) for i in numbers}, max_samples=4)
     return folder
 
 
@@ -39,15 +37,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def joined(folders: tuple[Path, Path]) -> Iterator[Any]:
-    with tc.join(list(folders)) as cache:
-        yield cache
+def joined(folders: tuple[Path, Path]) -> Any:
+    return tc.join(list(folders))
 
 
 @pytest.fixture
-def named(folders: tuple[Path, Path]) -> Iterator[Any]:
-    with tc.join({"latents": folders[0], "texts": folders[1]}) as cache:
-        yield cache
+def named(folders: tuple[Path, Path]) -> Any:
+    return tc.join({"latents": folders[0], "texts": folders[1]})
 
 
 def test_samples(joined: Any, named: Any) -> None:
@@ -148,9 +144,6 @@ def test_keys_that_differ(folders: tuple[Path, Path], tmp_path: Path) -> None:
             tc.join(sources)  # type: ignore[arg-type]
 
 
-# --- inner ---
-
-
 def test_inner_keeps_what_all_have(folders: tuple[Path, Path], tmp_path: Path) -> None:
     some = write(tmp_path / "some", lambda i: {"mask": torch.tensor(i)}, [7, 2, 99, 5])
     other = write(tmp_path / "other", lambda i: {"more": i}, [5, 4, 3, 2])
@@ -163,12 +156,8 @@ def test_inner_keeps_what_all_have(folders: tuple[Path, Path], tmp_path: Path) -
     with tc.join({"a": some, "b": folders[1]}, how="inner") as cache:
         pairs = [(sample["a"]["mask"].load(), sample["b"]["prompt"]) for sample in cache]
         assert pairs == [(7, "p7"), (2, "p2"), (5, "p5")]
-    none = write(tmp_path / "none", text, [77])
-    with tc.join([folders[0], none], how="inner") as cache:
+    with tc.join([folders[0], write(tmp_path / "none", text, [77])], how="inner") as cache:
         assert list(cache) == list(cache.keys()) == []
-
-
-# --- keys= ---
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -193,9 +182,6 @@ def test_samples_without_a_caption(folders: tuple[Path, Path], tmp_path: Path) -
         with tc.join({"image": folders[0], "text": captions}, keys={"text": some}, how="inner") as cache:
             assert list(cache.keys()) == ["k3", "k5"]
             assert [sample["text"]["caption"] for sample in cache] == [0, 1]
-
-
-# --- what cannot be ---
 
 
 def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> None:

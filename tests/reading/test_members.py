@@ -11,6 +11,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.shards.tars import raw_header
 
 COUNT = 11
@@ -25,9 +26,7 @@ def others(i: int) -> dict[str, bytes]:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     if request.param == "ours":
-        with tc.ShardWriter(path / "%d.tar", max_samples=4, fsync=False) as sink:
-            for i in range(COUNT):
-                sink.write(f"k{i}", {"x": torch.tensor([i])}, **others(i))
+        write(path / "%d.tar", {f"k{i}": {"x": torch.tensor([i])} for i in range(COUNT)}, others, max_samples=4)
     else:
         with wds.ShardWriter(str(path / "%d.tar"), maxcount=4, encoder=tc.encoder(), verbose=0) as sink:
             for i in range(COUNT):
@@ -54,13 +53,9 @@ def test_members(folder: Path) -> None:
 def test_what_is_not_there(folder: Path) -> None:
     with tc.open(folder) as cache:
         known = "there are .*'json'.*'meta.raw'"
-        for suffix, indices, has in (
-            ("jpg", [1, 2], "4 samples have one"),
-            ("png", [2], known),
-            ("skel.pyd", [2], known),
-        ):
+        for suffix, rows, has in (("jpg", [1, 2], "4 samples have one"), ("png", [2], known), ("skel.pyd", [2], known)):
             with pytest.raises(KeyError, match=f"sample 'k2' has no member '{suffix}'; {has}"):
-                cache.read_members(indices, suffix)
+                cache.read_members(rows, suffix)
         with pytest.raises(IndexError):
             cache.read_members([COUNT], "json")
         with pytest.raises(KeyError):

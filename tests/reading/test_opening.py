@@ -15,6 +15,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
+from tests.reading.batches import write
 from tests.same import assert_same
 
 COUNT = 12
@@ -22,11 +23,8 @@ COUNT = 12
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "shards"
-    with tc.ShardWriter(path / "train-%06d.tar", max_samples=5, fsync=False) as writer:
-        for i in range(COUNT):
-            writer.write(f"{i:03d}", diffusion_sample(i))
-    return path
+    write(tmp_path / "shards" / "train-%06d.tar", [diffusion_sample(i) for i in range(COUNT)], max_samples=5)
+    return tmp_path / "shards"
 
 
 def check(source: Any, numbers: range = range(COUNT), **options: Any) -> None:
@@ -36,9 +34,6 @@ def check(source: Any, numbers: range = range(COUNT), **options: Any) -> None:
         for i, number in enumerate(numbers):
             assert_same(diffusion_sample(number), cache[i])
         assert len(cache.read_batch(range(len(cache)))["latent"]["samples"]) == len(numbers)
-
-
-# --- sources ---
 
 
 def test_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +61,6 @@ def test_a_folder_without_a_manifest(folder: Path) -> None:
     (folder / "notes.txt").write_text("")
     (folder / ".train-000009.tar").write_text("not finished")
     check(folder)
-
-
-# --- errors ---
 
 
 def test_nothing_there(tmp_path: Path, folder: Path) -> None:
@@ -128,8 +120,7 @@ def test_names(write_shard: Callable[..., str]) -> None:
     neither, one, both = shard("0.tar"), shard("1.tar", "text."), shard("2.tar", "text.", "")
     several = [neither, one, both]
     for source, name, expected in ((one, None, [5]), (several, "text", [5, 5]), (several, "", [0])):
-        with tc.open(source, cache=name) as cache:
-            assert [lazy.load() for lazy in cache] == expected
+        assert [lazy.load() for lazy in tc.open(source, cache=name)] == expected
     for source, name, error, message in (
         (several, None, KeyError, r"0.tar and 2 more: caches '', 'text': choose one with --cache \(cache=…\)"),
         (both, None, KeyError, r"2.tar: caches '', 'text': choose one with --cache \(cache=…\)"),
@@ -139,9 +130,6 @@ def test_names(write_shard: Callable[..., str]) -> None:
     ):
         with pytest.raises(error, match=message):
             tc.open(source, cache=name)
-
-
-# --- manifests that are wrong ---
 
 
 def change(folder: Path, edit: Callable[[Any], Any]) -> None:
@@ -154,9 +142,8 @@ def change(folder: Path, edit: Callable[[Any], Any]) -> None:
 def test_shards_of_another_size(folder: Path) -> None:
     with open(folder / "train-000001.tar", "ab") as file:
         file.write(b"x")
-    with pytest.raises(
-        tc.FormatError, match=r"train-000001.tar has \d+ bytes, but .*manifest.json says \d+: one of the two is stale"
-    ):
+    message = r"train-000001.tar has \d+ bytes, but .*manifest.json says \d+: one of the two is stale"
+    with pytest.raises(tc.FormatError, match=message):
         tc.open(folder)
 
 
@@ -188,13 +175,9 @@ def test_another_number_of_samples(folder: Path, count: int, table: str) -> None
 @pytest.mark.parametrize("counts", [3, {"": 0}, {"": "5"}, {"": None}, {"": 1 << 63}, {"": True}], ids=repr)
 def test_counts_that_are_none(folder: Path, counts: Any) -> None:
     change(folder, lambda document: document["tensorcache"]["caches"].update({"train-000001.tar": counts}))
-    with pytest.raises(
-        tc.FormatError, match=r"manifest.json: train-000001.tar has caches .*, expected numbers of samples"
-    ):
+    message = r"manifest.json: train-000001.tar has caches .*, expected numbers of samples"
+    with pytest.raises(tc.FormatError, match=message):
         tc.open(folder)
-
-
-# --- shards that are not there ---
 
 
 @pytest.mark.parametrize("link", [True, False])
@@ -222,11 +205,10 @@ def test_a_shard_that_went_since(folder: Path) -> None:
     other, listed_nowhere = (pickle.loads(pickle.dumps(each)) for each in (cache, tc.open(path)))
     os.remove(path)
     message = r"train-000000\.tar: the shard does not exist"
+    listed = rf"{message}, but \S+/manifest\.json lists it; .*tc\.repair"
     for each in (cache, other, cache[4::-1], tc.join([cache])):
         for read in (lambda each=each: each[0], lambda each=each: each.read_batch([0])):
-            with pytest.raises(
-                tc.MissingShardError, match=rf"{message}, but \S+/manifest\.json lists it; .*tc\.repair"
-            ):
+            with pytest.raises(tc.MissingShardError, match=listed):
                 read()
     with pytest.raises(tc.MissingShardError, match=f"{message}; copy it again$"):
         listed_nowhere[0]

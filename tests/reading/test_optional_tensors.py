@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,9 @@ LISTS = {"*": "list"}  # names all tensors, so every batch has them
 SAMPLES = [sample(i) for i in range(COUNT)]
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Any]:
-    with tc.open(write(tmp_path, SAMPLES, max_samples=COUNT)) as opened:
-        yield opened
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("optional"), SAMPLES, max_samples=COUNT)
 
 
 def listed(value: Any) -> Any:
@@ -184,9 +182,8 @@ def test_samples_that_lack_each_others_tensors(tmp_path: Path) -> None:
     with tc.open(write(tmp_path, [{"x": one, "y": two}, {"z": [two]}, {"z": None, "x": one}])) as cache:
         for order in permutations(range(3)):
             batch = {"x": [[1, None, 1][i] for i in order], "y": [[2, None, None][i] for i in order]}
-            assert listed(cache.read_batch(order, collate="list")) == batch | {
-                "z": [[[None, 2, None][i] for i in order]]
-            }
+            batch["z"] = [[[None, 2, None][i] for i in order]]
+            assert listed(cache.read_batch(order, collate="list")) == batch
 
 
 X, Y = torch.zeros(2), torch.ones(2)
@@ -262,9 +259,8 @@ def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
 
 def test_lists_of_other_tensors_differ_in_length(tmp_path: Path) -> None:
     """Samples with 1 to 4 captions do not disturb a batch that does not select the captions."""
-    samples = [
-        {"x": torch.tensor([i]), "captions": [torch.tensor([k]) for k in range(1 + i % 4)], "n": i} for i in range(8)
-    ]
+    captions = [[torch.tensor([k]) for k in range(1 + i % 4)] for i in range(8)]
+    samples = [{"x": torch.tensor([i]), "captions": captions[i], "n": i} for i in range(8)]
     with tc.open(write(tmp_path, samples)) as cache:
         view = cache.select("x")
         for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [5, 7]):

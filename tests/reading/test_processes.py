@@ -47,13 +47,9 @@ def check(cache: tc.TensorCache, numbers: list[int]) -> None:
     assert_same(WRITTEN[numbers[-1]], cache.__getitems__([-1])[0])
     for rows in (range(len(numbers)), [*range(len(numbers))] * 4):  # the second in several threads
         batch = cache.read_batch(rows)
-        assert torch.equal(
-            batch["latent"]["samples"], torch.stack([WRITTEN[numbers[i]]["latent"]["samples"] for i in rows])
-        )
+        latents = torch.stack([WRITTEN[numbers[i]]["latent"]["samples"] for i in rows])
+        assert torch.equal(batch["latent"]["samples"], latents)
         assert batch["cond"][0][1]["prompt"] == [f"photo {numbers[i]}" for i in rows]
-
-
-# --- pickle ---
 
 
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
@@ -72,14 +68,10 @@ def test_pickle(cache: tc.TensorCache, protocol: int) -> None:
     assert len(pickle.dumps(cache)) < 2000  # nor has it files after use
 
 
-# --- shards that are written again after a view was pickled ---
-
-
 def write_numbers(folder: Path, begin: int, count: int, **options: Any) -> None:
-    with tc.ShardWriter(folder / "%d.tar", max_samples=4, fsync=False, overwrite=True, **options) as sink:
-        for i in range(count):
-            number = begin + i
-            sink.write(f"{i:03d}", {"x": torch.full((30,), number), "large": torch.full((9000,), number), "i": number})
+    numbers = range(begin, begin + count)
+    samples = [{"x": torch.full((30,), n), "large": torch.full((9000,), n), "i": n} for n in numbers]
+    write(folder / "%d.tar", samples, max_samples=4, overwrite=True, **options)
 
 
 VIEWS: dict[str, Callable[[tc.TensorCache], Any]] = {
@@ -123,9 +115,6 @@ def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: s
         assert int(cache[0]["x"][0]) == cache[0]["i"] == 100
 
 
-# --- DataLoader ---
-
-
 def test_data_loader(cache: tc.TensorCache) -> None:
     check(cache, list(range(COUNT)))
     options: dict[str, Any] = {"batch_size": 6, "num_workers": 1}
@@ -135,9 +124,6 @@ def test_data_loader(cache: tc.TensorCache) -> None:
         assert_same(expected, sample)
     for number, batch in enumerate(DataLoader(cache, **options)):  # type: ignore[arg-type]
         assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
-
-
-# --- fork ---
 
 
 def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
@@ -159,9 +145,6 @@ def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
             stop.set()
         for future in futures:
             future.result()
-
-
-# --- threads ---
 
 
 def test_closing_while_threads_read(folder: str) -> None:
@@ -187,9 +170,8 @@ def test_closing_while_threads_read(folder: str) -> None:
 
 
 def test_torch_keeps_its_number_of_threads_and_starts_none(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar") as writer:  # not in the process whose threads are counted
-        for i in range(64):
-            writer.write(str(i), {"x": torch.from_numpy(np.full(1 << 16, i, "f4")), "y": i})
+    # not in the process whose threads are counted
+    write(tmp_path / "a.tar", [{"x": torch.from_numpy(np.full(1 << 16, i, "f4")), "y": i} for i in range(64)])
     code = f"""
 import os, threading, numpy, torch, wds_tensorcache as tc
 torch.set_num_threads(5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from tests.reading.batches import assert_all_same, write
 from tests.same import assert_same
 
 COUNT = 20
-
-
 WRITTEN = [diffusion_sample(i) for i in range(COUNT)]
 KEYS = [f"{i:03d}" for i in range(COUNT)]
 
@@ -31,15 +28,6 @@ KEYS = [f"{i:03d}" for i in range(COUNT)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(tmp_path_factory.mktemp("sequence"), WRITTEN, max_samples=7)
-
-
-@pytest.fixture
-def cache(folder: str) -> Iterator[tc.TensorCache]:
-    with tc.open(folder) as opened:
-        yield opened
-
-
-# --- as a list ---
 
 
 @settings(max_examples=40)
@@ -97,8 +85,7 @@ def test_keys(cache: tc.TensorCache) -> None:
 
 def test_the_same_key_in_several_shards(tmp_path: Path) -> None:
     for number in range(20):
-        with tc.ShardWriter(tmp_path / f"{number:02d}.tar", manifest=False, fsync=False) as writer:
-            writer.write("x", {"from": number})
+        write(tmp_path / f"{number:02d}.tar", {"x": {"from": number}}, manifest=False)
     with tc.open(str(tmp_path)) as cache:
         assert "x" in cache
         assert cache[1] == {"from": 1}
@@ -106,9 +93,6 @@ def test_the_same_key_in_several_shards(tmp_path: Path) -> None:
             cache["x"]
         assert cache[19:]["x"] == {"from": 19}
         assert cache[::20]["x"] == {"from": 0}
-
-
-# --- select, filter, schema ---
 
 
 def test_select(cache: tc.TensorCache) -> None:
@@ -168,9 +152,6 @@ def test_filter_reads_no_tensors(tmp_path: Path) -> None:
         assert cache.schema["x"].shape == ((0, 8), 4)
         with pytest.raises(tc.FormatError, match="bytes other than 0 and 1"):
             cache[1]["x"].load()
-
-
-# --- closing ---
 
 
 def test_use_after_close(folder: str) -> None:

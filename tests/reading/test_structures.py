@@ -161,9 +161,6 @@ def test_functions_get_one_object_for_one(tmp_path: Path) -> None:
         assert_same(sample, cache.select(["*"]).read_batch([0], collate=list)[0])
 
 
-# --- batches: one object in the first sample, two in another ---
-
-
 @pytest.mark.parametrize("with_tensor", [True, False])
 def test_containers_that_are_shared_again_and_again(tmp_path: Path, with_tensor: bool) -> None:
     """Each is visited once: there are 2^60 paths to the innermost."""

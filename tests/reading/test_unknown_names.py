@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,18 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from wds_tensorcache.errors import list_names, unknown_name
 
 BOUND = 1000  # characters
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    texts, alphas = [{"state": torch.zeros(1 + i % 3, 2)} for i in range(120)], ({}, {"alpha": torch.zeros(1)})
+    samples = {f"{i:06d}": {"latent": torch.zeros(4), "text": text, **alphas[i % 2]} for i, text in enumerate(texts)}
     folder = tmp_path_factory.mktemp("cache")
-    with tc.ShardWriter(folder, max_samples=50, fsync=False) as sink:
-        for i in range(120):
-            sample = {"latent": torch.zeros(4), "text": {"state": torch.zeros(1 + i % 3, 2)}}
-            sink.write(f"{i:06d}", sample | ({"alpha": torch.zeros(1)} if i % 2 else {}), json={"i": i}, jpg=b"")
-    with tc.open(folder) as opened:
-        yield opened
+    return write(folder, samples, lambda i: {"json": {"i": i}, "jpg": b""}, max_samples=50)
 
 
 @given(st.lists(st.text(max_size=500), max_size=30), st.text(max_size=200))
@@ -49,66 +46,49 @@ def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
 
 
 def test_a_key_without_its_folders_names_the_key_in_them(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path, fsync=False) as writer:
-        for i in range(60):
-            writer.write(
-                f"a/a_long_name_of_a_folder/sub{i % 2}/{i:04d}" if i % 9 == 6 else f"{i:03d}0", {"x": torch.zeros(1)}
-            )
+    keys = [f"a/a_long_name_of_a_folder/sub{i % 2}/{i:04d}" if i % 9 == 6 else f"{i:03d}0" for i in range(60)]
+    write(tmp_path, {key: {"x": torch.zeros(1)} for key in keys}, max_samples=60)
     for key in ("0006", "b/0006"):
         with pytest.raises(KeyError, match="there are 'a/a_long_name_of_a_folder/sub0/0006', "):
             tc.open(tmp_path)[key]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda c: c.select("laten"), KeyError, "unknown tensor 'laten'; there are 'latent', 'text.state', 'alpha'"),
-        (
-            lambda c: tc.Loader(c, bucket_by="txt.state"),
-            KeyError,
-            "unknown tensor 'txt.state'; there are 'text.state', ",
-        ),
-        (
-            lambda c: tc.Loader(c, bucket_by="alpha"),
-            KeyError,
-            "'000000' has no tensor 'alpha'; it has 'latent', 'text.state'",
-        ),
-        (
-            lambda c: tc.Loader(c, choose={"x": "txet.*"}),
-            tc.BatchError,
-            "choose={'x': …}: unknown tensor 'txet.\\*'; there are .*; the first sample has 'latent', 'text'",
-        ),
-        (lambda c: tc.Loader(c, choose={"alpha": "latent"}), tc.BatchError, "another tensor of this name"),
-        (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
-        (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
-        (
-            lambda c: c["00001"],
-            KeyError,
-            "no sample '00001' among the 120 samples; there are '0000.1', .* and 112 more",
-        ),
-        (lambda c: c[:0]["x"], KeyError, "no sample 'x' among the 0 samples; there are none"),
-        (lambda c: c.read_members([0], "jsn"), KeyError, "has no member 'jsn'; there are 'json', 'jpg'"),
-        (lambda c: tc.join([c, c], keys={"x": {}}), ValueError, "an entry for 'x', expected .* the first: 1"),
-        (
-            lambda c: tc.join({"a": c, "b": c}, keys={"a": {}}),
-            ValueError,
-            "an entry for 'a', expected names .* first: 'b'",
-        ),
-    ],
-)
+ERRORS: list[Any] = [
+    (lambda c: c.select("laten"), KeyError, "unknown tensor 'laten'; there are 'latent', 'text.state', 'alpha'"),
+    (lambda c: tc.Loader(c, bucket_by="txt.state"), KeyError, "unknown tensor 'txt.state'; there are 'text.state', "),
+    (
+        lambda c: tc.Loader(c, bucket_by="alpha"),
+        KeyError,
+        "'000000' has no tensor 'alpha'; it has 'latent', 'text.state'",
+    ),
+    (
+        lambda c: tc.Loader(c, choose={"x": "txet.*"}),
+        tc.BatchError,
+        "choose={'x': …}: unknown tensor 'txet.\\*'; there are .*; the first sample has 'latent', 'text'",
+    ),
+    (lambda c: tc.Loader(c, choose={"alpha": "latent"}), tc.BatchError, "another tensor of this name"),
+    (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
+    (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
+    (lambda c: c["00001"], KeyError, "no sample '00001' among the 120 samples; there are '0000.1', .* and 112 more"),
+    (lambda c: c[:0]["x"], KeyError, "no sample 'x' among the 0 samples; there are none"),
+    (lambda c: c.read_members([0], "jsn"), KeyError, "has no member 'jsn'; there are 'json', 'jpg'"),
+    (lambda c: tc.join([c, c], keys={"x": {}}), ValueError, "an entry for 'x', expected .* the first: 1"),
+    (lambda c: tc.join({"a": c, "b": c}, keys={"a": {}}), ValueError, "an entry for 'a', expected names .* first: 'b'"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS)
 def test_each_error(cache: Any, call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(cache)
 
 
 def test_entries(cache: Any) -> None:
+    joined = tc.join({"a": cache})
     for use, message in (
         (lambda: cache.filter(lambda entry: entry.shapes["laten"][0] > 2), "'laten'; it has 'latent', 'text.state'"),
         (lambda: tc.Loader(cache, bucket_by=lambda entry: entry.shapes["alpha"]), "'alpha'; it has "),
-        (
-            lambda: tc.join({"a": cache}).filter(lambda entry: entry.shapes["a.laten"]),
-            "'a.laten'; it has 'a.latent', 'a.text.state'",
-        ),
+        (lambda: joined.filter(lambda entry: entry.shapes["a.laten"]), "'a.laten'; it has 'a.latent', 'a.text.state'"),
     ):
         with pytest.raises(KeyError, match=f"sample '000000' has no tensor {message}"):
             use()

@@ -124,9 +124,7 @@ UNUSUAL = {
     "a directory with a size": raw_header(b"a.x", b"5", b"1000"),
     "contiguous": raw_header(b"a.x", b"7", b"1") + bytes(512),
     "unknown type": raw_header(b"a.x", b"Z", b"1") + bytes(512),
-    "prefix, twice": b"".join(
-        raw_header(name, b"0", b"1", prefix=b"p/q").ljust(1024, b"\0") for name in (b"a.x", b"b.x")
-    ),
+    "prefix, twice": b"".join(raw_header(n, b"0", b"1", prefix=b"p/q").ljust(1024, b"\0") for n in (b"a.x", b"b.x")),
     "size ends with a space": raw_header(b"a.x", b"0", b"00000000001 ") + bytes(512),
     "size of 12 digits": raw_header(b"a.x", b"0", b"000000000001") + bytes(512),
     "size begins with spaces": raw_header(b"a.x", b"0", b"         1 ") + bytes(512),

@@ -18,6 +18,7 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.cli.command import run
+from tests.reading.batches import write as write_samples
 from tests.remote.servers.http_server import HttpServer
 from tests.shards.damage import contents_of, erase, faults, members, write
 from tests.shards.tars import BLOCK, FORMATS, build, build_with_tarfile, by_tarfile, by_tarfile_in
@@ -83,9 +84,7 @@ def test_tools_refuse_a_shard_that_lost_a_header(tmp_path: Path, has_footer: boo
 def test_members_over_a_stale_index(tmp_path: Path) -> None:
     """`tar -r` writes from the end of the archive on, over an index, whose trailer stays; one header among them is lost."""
     path = tmp_path / "a.tar"
-    with tc.ShardWriter(path, manifest=False, dali_index=False) as writer:
-        for number in range(2000):
-            writer.write(f"{number:06d}", number)
+    write_samples(path, {f"{number:06d}": number for number in range(2000)}, manifest=False, dali_index=False)
     names = [f"z{number:02d}.json" for number in range(20)]
     for name in names:
         (tmp_path / name).write_text("1")
@@ -134,9 +133,8 @@ def test_zeros_up_to_the_end(tmp_path: Path, has_footer: bool, num_left: int) ->
 def test_open_warns(tmp_path: Path) -> None:
     path = write(tmp_path, 12)
     begin = erase_from(path, "005.skel.pyd")
-    with pytest.warns(
-        UserWarning, match=rf"byte {begin}: zeros after 5 samples, although manifest\.json lists 12"
-    ) as caught:
+    match = rf"byte {begin}: zeros after 5 samples, although manifest\.json lists 12"
+    with pytest.warns(UserWarning, match=match) as caught:
         assert len(tc.open(path)) == 5
     assert [warning.filename for warning in caught] == [__file__]
 
@@ -147,9 +145,7 @@ def test_a_manifest_of_another_file_is_not_believed(tmp_path: Path, count: int) 
     path = write(tmp_path / "a", 12, footer=False)
     other = write(tmp_path / "other", count, footer=False, dali_index=False, manifest=False)
     path.write_bytes(other.read_bytes() + bytes(2048))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(tc.open(path)) == count
+    assert len(tc.open(path)) == count
     assert list(tc.write_index(path).keys) == [f"{i:03d}" for i in range(count)]
 
 
@@ -160,8 +156,6 @@ def test_a_wrong_count_is_corrected_where_no_member_can_be_lost(tmp_path: Path) 
     tc.write_index(path)
     assert tc.verify(tmp_path).ok
 
-
-# --- what verify and repair do with it ---
 
 ZEROS = "zeros before the end of the archive; no member could be read from byte"
 BEHIND = "members from here on are after the end-of-archive marker"
@@ -213,19 +207,15 @@ HIDDEN = r"byte {}: a tar header after the end of the archive at byte 6144.*tens
 
 
 def write_part(folder: Path, name: str, numbers: range, *, footer: bool) -> Path:
-    path = folder / f"{name}.tar"
-    with tc.ShardWriter(path, footer=footer, manifest=False, dali_index=False, fsync=False) as sink:
-        for i in numbers:
-            sink.write(f"{i:03d}", {"x": torch.full((3,), i)})
-    return path
+    samples = {f"{i:03d}": {"x": torch.full((3,), i)} for i in numbers}
+    return Path(write_samples(folder / f"{name}.tar", samples, footer=footer, manifest=False, dali_index=False))
 
 
-@pytest.fixture(params=[(True, True), (False, False)], ids=["footers", "no footers"])
+@pytest.fixture(params=[True, False], ids=["footers", "no footers"])
 def shard(request: Any, tmp_path: Path) -> Path:
     """The path of a file of two shards, with the footers of the parameter."""
-    first, second = request.param
-    parts = [write_part(tmp_path / "parts", "a", range(3), footer=first)]
-    parts.append(write_part(tmp_path / "parts", "b", range(3, 6), footer=second))
+    folder, options = tmp_path / "parts", {"footer": request.param}
+    parts = [write_part(folder, "a", range(3), **options), write_part(folder, "b", range(3, 6), **options)]
     path = tmp_path / "c" / "c.tar"
     path.parent.mkdir()
     path.write_bytes(b"".join(part.read_bytes() for part in parts))
@@ -289,7 +279,7 @@ def test_import_refuses(tmp_path: Path) -> None:
     assert list(tc.open(tmp_path / "out").keys()) == ["0"]
 
 
-@pytest.mark.parametrize("shard", [(True, True)], indirect=True, ids=["footers"])
+@pytest.mark.parametrize("shard", [True], indirect=True, ids=["footers"])
 def test_urls(shard: Path, tmp_path: Path) -> None:
     with HttpServer() as server:
         url = server.put("c.tar", shard.read_bytes())
@@ -316,8 +306,6 @@ def test_other_bytes_after_the_end(tmp_path: Path, footer: bool) -> None:
     (tmp_path / "003.json").write_text("1")
     subprocess.run(["tar", "-rf", added, "-C", tmp_path, "003.json"], check=True)
     later.write_bytes(a.read_bytes().replace(b"tcindex1", b"tcindex2"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for path, count in ((padded, 3), (joined, 6), (added, 3), (later, 3)):
-            assert len(tc.open(path)) == count
-            assert len(list(tc.ResumablePipeline([path]))) == tc.verify(path).num_samples == count + (path is added)
+    for path, count in ((padded, 3), (joined, 6), (added, 3), (later, 3)):
+        assert len(tc.open(path)) == count
+        assert len(list(tc.ResumablePipeline([path]))) == tc.verify(path).num_samples == count + (path is added)

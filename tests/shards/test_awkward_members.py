@@ -14,8 +14,6 @@ from tests.shards.damage import sample
 from tests.shards.tars import BLOCK, build, build_with_tarfile, pax, raw_header, record, special
 
 NAME = b"byte 7: truncated.x"
-
-
 INNER = raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
 SPARSE = record(b"GNU.sparse.major", b"1"), record(b"GNU.sparse.minor", b"0")
 EMPTY = raw_header(NAME, b"0", b"0")

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write as write_samples
 
 MADE: dict[str, Any] = {"model": "vae", "revision": "a1b2", "scale": 0.18215, "crop": [256, 256], "dtype": "bfloat16"}
 OTHER = {**MADE, "revision": "c3"}
 
 
 def write(folder: Path, fingerprint: Any = MADE, name: str = "%d.tar", **options: Any) -> Path:
-    with tc.ShardWriter(folder / name, max_samples=2, fsync=False, fingerprint=fingerprint, **options) as sink:
-        for i in range(5):
-            sink.write(str(i), {"x": torch.full((3,), i)})
+    samples = {str(i): {"x": torch.full((3,), i)} for i in range(5)}
+    write_samples(folder / name, samples, max_samples=2, fingerprint=fingerprint, **options)
     return folder
 
 
@@ -111,8 +111,8 @@ def test_a_manifest_with_other_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_write_index_keeps_fingerprints(tmp_path: Path, has_manifest: bool, had_footer: bool) -> None:
     path = tmp_path / "x.tar"
-    with tc.ShardWriter(path, fingerprint=MADE, footer=had_footer or not has_manifest, manifest=has_manifest) as sink:
-        sink.write("a", {"x": 1})
+    footer = had_footer or not has_manifest
+    write_samples(path, {"a": {"x": 1}}, fingerprint=MADE, footer=footer, manifest=has_manifest)
     for _ in range(2):
         assert tc.write_index(path).fingerprint == MADE
         for source in [path, tmp_path] if has_manifest else [path]:
@@ -127,8 +127,7 @@ def test_write_index_keeps_fingerprints(tmp_path: Path, has_manifest: bool, had_
 
 def test_a_fingerprint_of_another_file_is_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "x.tar"
-    with tc.ShardWriter(path, fingerprint=MADE, manifest=False) as sink:
-        sink.write("a", {"x": 1})
+    write_samples(path, {"a": {"x": 1}}, fingerprint=MADE, manifest=False)
     tc.write_index(path)
     (write(tmp_path / "other", None, footer=False) / "0.tar").rename(path)
     assert tc.write_index(path).fingerprint is None

@@ -12,25 +12,24 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
+from tests.reading.batches import write as write_samples
 from tests.shards import damage
 from tests.shards.footers import U8, U64, Change, end_of, forge, forge_names, put, replace
 
 
 def write(path: Path) -> Path:
-    with tc.ShardWriter(path, manifest=False, dali_index=False, fsync=False) as writer:
-        for i in range(4):
-            # samples 0 and 2 have one layout, 1 and 3 another one of as many bytes
-            x = torch.full((2, 8) if i % 2 else (8, 2), i, dtype=torch.uint8)
-            writer.write(f"k{i}", {"x": x, "i": i}, txt=f"text {i}")
+    # samples 0 and 2 have one layout, 1 and 3 another one of as many bytes
+    xs = [torch.full((2, 8) if i % 2 else (8, 2), i, dtype=torch.uint8) for i in range(4)]
+    samples = {f"k{i}": {"x": x, "i": i} for i, x in enumerate(xs)}
+    write_samples(path, samples, lambda i: {"txt": f"text {i}"}, manifest=False, dali_index=False)
     return path
 
 
 @pytest.mark.parametrize("places", [(0,), (1,), (2,), (0, 1, 2)], ids=["first", "middle", "last", "all"])
 def test_a_sidecar_of_another_shard_of_the_same_length_is_refused(tmp_path: Path, places: tuple[int, ...]) -> None:
     for folder, keys in {"a": "012", "b": ["x" if i in places else str(i) for i in range(3)]}.items():
-        with tc.ShardWriter(tmp_path / folder / "x.tar", footer=False, manifest=False, dali_index=False) as sink:
-            for i, key in enumerate(keys):
-                sink.write(f"{folder if key == 'x' else 'k'}{i}", {"x": torch.full((8,), i)})
+        samples = {f"{folder if key == 'x' else 'k'}{i}": {"x": torch.full((8,), i)} for i, key in enumerate(keys)}
+        write_samples(tmp_path / folder / "x.tar", samples, footer=False, manifest=False, dali_index=False)
     path = tmp_path / "a" / "x.tar"
     tc.write_index(path, dali_index=False)
     os.utime(path.with_name("x.tar.index"))
@@ -40,8 +39,7 @@ def test_a_sidecar_of_another_shard_of_the_same_length_is_refused(tmp_path: Path
     assert caught.value.kind == "index"
     assert any(fault.kind == "index" for fault in tc.verify(path).faults)
     run("index", path.parent if places == (0,) else path)
-    with tc.open(path) as cache:
-        assert [int(tensor[0]) for tensor in cache.read_batch(range(3), collate="list")["x"]] == [0, 1, 2]
+    assert [int(tensor[0]) for tensor in tc.open(path).read_batch(range(3), collate="list")["x"]] == [0, 1, 2]
 
 
 REFUSED: dict[str, tuple[Change, str]] = {

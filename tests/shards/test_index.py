@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
+from tests.reading.batches import write
 from tests.same import assert_same
 from tests.shards.damage import flip
 from tests.shards.footers import body_of, put_footer
-from tests.shards.tars import BLOCK, build
+from tests.shards.tars import BLOCK, FORMATS, build
 
 Samples = list[dict[str, Any]]
 
@@ -69,21 +70,13 @@ def several() -> Samples:
     ]
 
 
-def ragged() -> Samples:
-    return [
-        {"__key__": f"{i:x}", "tensorcache": {"text": torch.randn(i + 1, i % 7), "n": np.arange(2**16 * (i == 9))}}
-        for i in range(300)
-    ]
-
-
-def long_names() -> Samples:
-    return [{"__key__": name * (100 - len(".safetensors")), "tensorcache": torch.arange(3)} for name in "ba"]
-
-
 SAMPLES = {
     "several caches": several,
-    "ragged": ragged,
-    "longest names": long_names,
+    "ragged": lambda: [
+        {"__key__": f"{i:x}", "tensorcache": {"text": torch.randn(i + 1, i % 7), "n": np.arange(2**16 * (i == 9))}}
+        for i in range(300)
+    ],
+    "longest names": lambda: [{"__key__": name * 88, "tensorcache": torch.arange(3)} for name in "ba"],
     "no cache": lambda: [{"__key__": "a", "txt": "b"}],
     "other structures": lambda: [
         {"__key__": str(i), "tensorcache": {str(i): torch.zeros((2,) * (i % 5))}} for i in range(40)
@@ -119,26 +112,17 @@ def test_three_sources(tmp_path: Path, make: Callable[[], Samples], how: str) ->
 
 def test_many_layouts_and_forms(tmp_path: Path) -> None:
     """More layouts than a byte can number, and more forms than are remembered."""
-    with tc.ShardWriter(tmp_path / "x.tar", manifest=False) as sink:
-        for i in range(300):
-            sink.write(str(i), [torch.zeros(i % 290, 2)])
+    write(tmp_path / "x.tar", [[torch.zeros(i % 290, 2)] for i in range(300)], manifest=False)
     index = assert_three_agree(tmp_path / "x.tar")
     assert (len(index.layouts), index.caches[""].layout.dtype, len(index.layouts.forms)) == (290, np.uint16, 1)
-    with tc.ShardWriter(tmp_path / "y.tar", manifest=False) as sink:
-        for i in range(2200):
-            sink.write(str(i), {f"n{i % 1100}": torch.zeros(3)})
+    write(tmp_path / "y.tar", [{f"n{i % 1100}": torch.zeros(3)} for i in range(2200)], manifest=False)
     assert len(assert_three_agree(tmp_path / "y.tar").layouts.forms) == 1100
-    with tc.open(tmp_path / "y.tar") as cache:
-        assert all(list(sample) == [f"n{i % 1100}"] for i, sample in enumerate(cache))
+    assert all(list(sample) == [f"n{i % 1100}"] for i, sample in enumerate(tc.open(tmp_path / "y.tar")))
 
 
-@pytest.mark.parametrize(
-    "format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT], ids=["pax", "gnu", "ustar"]
-)
-@pytest.mark.parametrize(
-    ("key", "capitals"), [("a", False), ("é/ü", False), ("d" * 90 + "/" + "k" * 80, False), ("A", True)]
-)
-def test_by_hand(tmp_path: Path, format: int, key: str, capitals: bool) -> None:
+@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("key", ["a", "é/ü", "d" * 90 + "/" + "k" * 80, "A"])
+def test_by_hand(tmp_path: Path, format: int, key: str) -> None:
     """Stock safetensors, skeletons without a preamble, in any order, in any tar, with names that we would not write."""
     if format == tarfile.USTAR_FORMAT and not key.isascii():
         key = "e/u"
@@ -150,7 +134,7 @@ def test_by_hand(tmp_path: Path, format: int, key: str, capitals: bool) -> None:
             suffixes = ["safetensors", "skel.pyd"] if i % 2 else ["skel.pyd", "safetensors"]
             for suffix in suffixes:
                 raw = skeleton if suffix == "skel.pyd" else safetensors.torch.save({"x": torch.arange(3) + i})
-                entry = tarfile.TarInfo(f"{key}{i}.{suffix.upper() if capitals else suffix}")
+                entry = tarfile.TarInfo(f"{key}{i}.{suffix.upper() if key == 'A' else suffix}")
                 entry.size = len(raw)
                 archive.addfile(entry, io.BytesIO(raw))
     index = assert_three_agree(path)
@@ -182,13 +166,9 @@ def test_any_samples(tmp_path: Path, data: st.DataObject) -> None:
         assert_three_agree(tmp_path / "x.tar")
 
 
-# --- memory ---
-
-
 def test_memory(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "x.tar", fsync=False, manifest=False) as sink:
-        for i in range(10_000):
-            sink.write(f"{i:06d}", [torch.zeros(1)], cls=0)
+    samples = {f"{i:06d}": [torch.zeros(1)] for i in range(10_000)}
+    write(tmp_path / "x.tar", samples, lambda i: {"cls": 0}, manifest=False)
     index = tc.write_index(tmp_path / "x.tar", dali_index=False)
     assert index.nbytes / 10_000 < 64 + 6
     cache = index.caches[""]
@@ -196,9 +176,7 @@ def test_memory(tmp_path: Path) -> None:
 
 
 def test_opening_a_thousand_shards_opens_none(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0000.tar", fsync=False, dali_index=False) as sink:
-        for i in range(2):
-            sink.write(str(i), torch.tensor(i))
+    write(tmp_path / "0000.tar", [torch.tensor(i) for i in range(2)], dali_index=False)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     names = [f"{number:04d}.tar" for number in range(1000)]
     manifest["shardlist"] = [{**manifest["shardlist"][0], "url": name} for name in names]
@@ -215,15 +193,10 @@ def test_opening_a_thousand_shards_opens_none(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) < before + 100
 
 
-# --- damage ---
-
-
 @pytest.fixture
 def shard(tmp_path: Path) -> Path:
-    with tc.ShardWriter(tmp_path / "x.tar", manifest=False) as sink:
-        for i in range(4):
-            sink.write(f"{i}", diffusion_sample(i), json=i)
-    return tmp_path / "x.tar"
+    samples = [diffusion_sample(i) for i in range(4)]
+    return Path(write(tmp_path / "x.tar", samples, lambda i: {"json": i}, manifest=False))
 
 
 def test_a_damaged_footer_is_ignored(shard: Path) -> None:

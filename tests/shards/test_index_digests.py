@@ -15,6 +15,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run_any
+from tests.reading.batches import write as write_samples
 from tests.shards.damage import flip
 
 OTHER = (
@@ -24,10 +25,8 @@ LISTED = r".*manifest\.json lists ([0-9a-f]{16}); copy the right shard again, or
 
 
 def write(folder: Path, first: int = 0, count: int = 60, **options: Any) -> Path:
-    with tc.ShardWriter(folder / "a-%06d.tar", max_samples=20, fsync=False, **options) as sink:
-        for i in range(count):
-            sink.write(f"{first + i:06d}", {"v": torch.full((4,), first + i)})
-    return folder
+    samples = {f"{first + i:06d}": {"v": torch.full((4,), first + i)} for i in range(count)}
+    return Path(write_samples(folder / "a-%06d.tar", samples, max_samples=20, **options)).parent
 
 
 def entries(folder: Path) -> dict[str, dict[str, Any]]:
@@ -58,9 +57,6 @@ def replaced(tmp_path: Path) -> Path:
     shutil.copyfile(other / "a-000001.tar", folder / "a-000001.tar")
     os.utime(folder / "a-000001.tar", ns=(times.st_atime_ns, times.st_mtime_ns))
     return folder
-
-
-# --- readers ---
 
 
 def test_a_replaced_shard_is_refused_when_it_is_first_used(replaced: Path) -> None:
@@ -97,12 +93,8 @@ def test_tools_refuse_it(replaced: Path, tmp_path: Path) -> None:
 def test_index_lists_it(replaced: Path, argument: str) -> None:
     assert run_any("index", replaced / argument).returncode == 0
     assert listed_digests(replaced) == own_digests(replaced)
-    with tc.open(replaced) as cache:
-        assert cache[20]["v"][0] == 520
+    assert tc.open(replaced)[20]["v"][0] == 520
     assert tc.verify(replaced).ok
-
-
-# --- manifests and shards without a digest ---
 
 
 def test_a_manifest_without_digests(tmp_path: Path) -> None:
@@ -124,11 +116,7 @@ def test_a_shard_that_is_scanned(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     path = folder / "a-000001.tar"
     flip(path, path.stat().st_size - 100)
-    with tc.open(folder) as cache:
-        assert cache[20]["v"][0] == 20
-
-
-# --- every writer lists the digest of the index that is there ---
+    assert tc.open(folder)[20]["v"][0] == 20
 
 
 def build_anew(folder: Path, out: Path) -> None:

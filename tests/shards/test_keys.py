@@ -63,5 +63,4 @@ def test_keys_are_found_as_in_a_dictionary(shards: list[list[str]], rng: random.
 
 def test_caches_are_joined_by_their_keys_and_not_by_their_texts(tmp_path: Path) -> None:
     parts = {name: write_cache(tmp_path / name, [keys]) for name, keys in (("x", ["a", "aa"]), ("y", ["aa", "a"]))}
-    with tc.join(parts) as joined:
-        assert list(joined) == [{"x": 0, "y": 1}, {"x": 1, "y": 0}]
+    assert list(tc.join(parts)) == [{"x": 0, "y": 1}, {"x": 1, "y": 0}]

@@ -15,20 +15,17 @@ from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
+from tests.reading.batches import write as write_samples
 from tests.shards.tars import build
 from wds_tensorcache.writing.index_shard import index_folder
 
 INSTALL_WIDS = "needs wids, which webdataset 0.2.86 has and 1.0 has not"
 
 
-# --- manifests of other tools, and damaged ones ---
-
-
 def write(folder: Path, name: str = "%d.tar", count: int = 4, **options: Any) -> Path:
     """Write two samples into each shard; return the path of the manifest."""
-    with tc.ShardWriter(folder / name, max_samples=2, fsync=False, **options) as writer:
-        for i in range(count):
-            writer.write(f"{i}", {"x": i}, txt=f"photo {i}")
+    samples = {f"{i}": {"x": i} for i in range(count)}
+    write_samples(folder / name, samples, lambda i: {"txt": f"photo {i}"}, max_samples=2, **options)
     return folder / "manifest.json"
 
 
@@ -37,8 +34,7 @@ def test_wids_manifests_of_others(tmp_path: Path) -> None:
     shard = {"url": "x.tar", "md5sum": "0", "nsamples": 4, "filesize": os.path.getsize(tmp_path / "x.tar")}
     path.write_text(json.dumps({"wids_version": 1, "name": "x", "base": "", "shardlist": [shard], "datasets": []}))
     for keys in (["0", "1", "2", "3"], ["0", "1", "2", "3"] * 2):
-        with tc.open(tmp_path) as cache:
-            assert list(cache.keys()) == keys
+        assert list(tc.open(tmp_path).keys()) == keys
         write(tmp_path, "y.tar", overwrite=True)
 
 
@@ -51,7 +47,7 @@ def shardlist(**changes: Any) -> str:
     return document(shardlist=[shard, {**shard, "url": "y", **changes}])
 
 
-NOT_JSON = "expected a manifest, but the file is not JSON: "
+NOT_JSON, WEB_APP = "expected a manifest, but the file is not JSON: ", '{"name": "app", "icons": []}'
 INVALID = {
     "another version": (document(wids_version=2), "wids_version is 2, expected 1"),
     "no shardlist": (document(shardlist=None), "shardlist is None, expected a list"),
@@ -60,10 +56,7 @@ INVALID = {
     "empty": ("", f"{NOT_JSON}Expecting value"),
     "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
     "not UTF-8": (b"\xff\xfe{}", f"{NOT_JSON}'utf-8' codec"),
-    "of a web app": (
-        '{"name": "app", "icons": []}',
-        r"not a manifest of shards, .*'icons'\), perhaps of another program",
-    ),
+    "of a web app": (WEB_APP, r"not a manifest of shards, .*'icons'\), perhaps of another program"),
     "a list": ("[]", r"not a manifest of shards, but other JSON \(a list\)"),
     "another kind": (document(__kind__="x"), "__kind__ is 'x', expected 'wids-shard-index-v1'"),
     "base": (document(base="/d"), "base is '/d', expected no value: list all shards in shardlist"),
@@ -101,9 +94,8 @@ def test_any_bytes_of_a_manifest_may_change(written: tuple[Path, bytes], data: s
     path, before = written
     content = bytearray(before)
     at = data.draw(st.integers(0, len(content) - 1))
-    content[at : at + data.draw(st.integers(0, 9))] = data.draw(
-        st.binary(max_size=4) | st.sampled_from([b"[", b"{", b"-1", b'"'])
-    )
+    replacement = st.binary(max_size=4) | st.sampled_from([b"[", b"{", b"-1", b'"'])
+    content[at : at + data.draw(st.integers(0, 9))] = data.draw(replacement)
     path.write_bytes(content)
     try:
         with tc.open(path) as cache:
@@ -122,9 +114,6 @@ def test_wids_reads_it(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     dataset = wids.ShardListDataset(str(path), cache_dir=str(tmp_path / "cache"), transformations=[], keep=True)
     assert [dataset[i][".txt"].read() for i in range(len(dataset))] == [f"photo {i}".encode() for i in range(4)]
-
-
-# --- what a writer does on disk ---
 
 
 @pytest.mark.parametrize("fsync", [True, False])
@@ -147,8 +136,7 @@ def test_the_order_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsyn
     sync, renames = os.fsync, (os.replace, os.link)
     for function, stand_in in (("fsync", synced), ("replace", named), ("link", named)):
         monkeypatch.setattr(os, function, stand_in)
-    with tc.ShardWriter(tmp_path / "x.tar", fsync=fsync) as writer:
-        writer.write("a", {"x": 1})
+    write_samples(tmp_path / "x.tar", {"a": {"x": 1}}, fsync=fsync)
     names = ("x.tar", "x.idx", "manifest.json")
     expected = [(f"sync {name}", f"name {name}", "sync folder") if fsync else (f"name {name}",) for name in names]
     assert steps == [step for each in expected for step in each]
@@ -167,14 +155,9 @@ def test_white_space_beyond_ascii_is_part_of_a_name_in_an_idx(tmp_path: Path) ->
     assert tc.verify(tmp_path / "x.tar").ok
 
 
-# --- what a manifest lists ---
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with tc.ShardWriter(tmp_path / "d" / "%d.tar", max_samples=2, fsync=False) as writer:
-        for i in range(4):
-            writer.write(f"{i}", diffusion_sample(i))
+    write_samples(tmp_path / "d" / "%d.tar", {f"{i}": diffusion_sample(i) for i in range(4)}, max_samples=2)
     (tmp_path / "d" / "sub").mkdir()
     return tmp_path / "d"
 
@@ -210,13 +193,11 @@ def test_one_file_listed_under_two_names(folder: Path, url: str, is_first: bool)
     assert [os.path.normpath(fault.shard) for fault in found] == [os.path.normpath(folder / twice)]
     assert (report.num_shards, report.num_samples, report.num_lost) == (2, 4, 0)
     relist(folder, url, "1.tar")  # once, by whatever name
-    with tc.open(folder) as cache:
-        assert list(cache.keys()) == ["0", "1", "2", "3"]
+    assert list(tc.open(folder).keys()) == ["0", "1", "2", "3"]
 
 
 def test_what_the_caller_lists_twice_comes_twice(folder: Path) -> None:
-    with tc.open([folder, folder / "0.tar"]) as cache:
-        assert [sample["cond"][0][1]["prompt"][-1] for sample in cache] == list("012301")
+    assert [sample["cond"][0][1]["prompt"][-1] for sample in tc.open([folder, folder / "0.tar"])] == list("012301")
 
 
 UNREADABLE = {
@@ -252,8 +233,7 @@ def test_the_longest_names(folder: Path) -> None:
         name = "n" * (nbytes - 4) + ".tar"
         os.link(folder / "0.tar", folder / name)
         for source in (folder / name, str(folder / "n*.tar")):
-            with tc.open(source) as cache:
-                assert list(cache.keys()) == ["0", "1"]
+            assert list(tc.open(source).keys()) == ["0", "1"]
         assert tc.verify(folder / name).ok
         os.remove(folder / name)
 
@@ -265,8 +245,7 @@ def test_writers_and_verify_refuse_tables_that_readers_ignore(tmp_path: Path, ta
         document = json.loads(path.read_text())
         document["tensorcache"][table] = value
         path.write_text(json.dumps(document))
-        with tc.open(tmp_path) as cache:
-            assert cache[0] == {"x": 0}
+        assert tc.open(tmp_path)[0] == {"x": 0}
         assert not tc.verify(tmp_path).ok
         with pytest.raises(tc.FormatError, match="must both be objects"):
             tc.ShardWriter(tmp_path / "b.tar")
@@ -284,5 +263,4 @@ def test_a_shard_that_is_written_anew_while_its_folder_is_indexed_stays_listed(t
 
     with pytest.warns(UserWarning, match="no longer exists"):
         index_folder(str(tmp_path), dali_index=True, show=show)
-    with tc.open(tmp_path) as cache:
-        assert cache.num_shards == 2
+    assert tc.open(tmp_path).num_shards == 2

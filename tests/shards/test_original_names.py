@@ -19,6 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.reading.batches import write as write_samples
 from tests.shards.footers import forge
 
 # ASCII without dots and white space, a plain path, no name that readers skip
@@ -32,7 +33,7 @@ AWKWARD = [
 TEXTS = st.text(st.characters(exclude_categories=())) | st.text("_/.%a-\ud800é", max_size=40) | st.sampled_from(AWKWARD)
 NAMES = ["a", "фжц/цю щъ ызжщ юя жж", "\udcff" * 40, "b (1)", "写真" * 30, "x" * 89]
 
-# --- keys
+BAD_KEYS = ["%", "%2", "%zz", "%61", "%2f", "a.b", "%C3", "a%2Fb", "", "%ED", "ä", "\ud800", "%-", "__a"]
 
 
 def back(key: str) -> str | None:
@@ -69,9 +70,7 @@ def test_what_keys_look_like() -> None:
     assert tc.safe_key("é" * 60)[-42:-40] == "%-"
 
 
-@pytest.mark.parametrize(
-    "key", ["%", "%2", "%zz", "%61", "%2f", "a.b", "%C3", "a%2Fb", "", "%ED", "ä", "\ud800", "%-", "__a"]
-)
+@pytest.mark.parametrize("key", BAD_KEYS)
 def test_keys_of_another_origin(key: str) -> None:
     with pytest.raises(tc.InvalidKeyError, match=r"was not made by tc\.safe_key"):
         tc.original_name(key)
@@ -103,13 +102,9 @@ def test_every_reader_reads_them(tmp_path: Path) -> None:
     assert len(list((tmp_path / "x").rglob("*.json"))) == len(keys)
 
 
-# --- names in caches
-
-
 def write(folder: Path, names: list[str] = NAMES, **options: Any) -> Path:
-    with tc.ShardWriter(folder, fsync=False, **options) as sink:
-        for number, name in enumerate(names):
-            sink.write(tc.safe_key(name), {"x": torch.tensor(number)})
+    samples = {tc.safe_key(name): {"x": torch.tensor(number)} for number, name in enumerate(names)}
+    write_samples(folder / "%06d.tar", samples, **{"max_samples": 100} | options)
     return folder
 
 
@@ -129,8 +124,7 @@ def test_a_cache_knows_the_names(tmp_path: Path) -> None:
             view.original_name("a")
         joined = tc.join({"m": cache, "n": cache})
         assert joined.original_name(joined.keys()[1]) == NAMES[1]
-    with tc.ShardWriter(tmp_path / "b") as sink:
-        sink.write("a%zz", {"x": 1})
+    write_samples(tmp_path / "b", {"a%zz": {"x": 1}})
     with tc.open(tmp_path / "b") as cache, pytest.raises(tc.InvalidKeyError, match="was not made by"):
         cache.original_name("a%zz")
 
@@ -175,14 +169,13 @@ def test_a_lost_table_is_no_fault(tmp_path: Path) -> None:
 def test_earlier_keys_are_found(tmp_path: Path) -> None:
     """Earlier versions hashed names whose keys have more than 80 characters."""
     name = "ф" * 14
-    with tc.ShardWriter(tmp_path) as sink:
-        sink.write(quote(name)[:38] + "%-" + sha256(name.encode()).hexdigest()[:40], {"x": torch.tensor(5)})
+    key = quote(name)[:38] + "%-" + sha256(name.encode()).hexdigest()[:40]
+    write_samples(tmp_path / "%06d.tar", {key: {"x": torch.tensor(5)}})
     with tc.open(tmp_path) as cache:
         assert cache[tc.safe_key(name)]["x"].load() == 5
         assert tc.safe_key(name) in cache
         assert "a" * 84 not in cache
-    with tc.ShardWriter(tmp_path, resume=True) as sink:
-        sink.write(tc.safe_key(name), {"x": torch.tensor(6)})
+    write_samples(tmp_path / "%06d.tar", {tc.safe_key(name): {"x": torch.tensor(6)}}, resume=True)
     assert len(tc.open(tmp_path)) == 1
 
 
@@ -216,5 +209,4 @@ def test_a_forged_name_that_is_not_text(tmp_path: Path) -> None:
     assert "not UTF-8" in str(fault)
     tc.repair(tmp_path / "c", tmp_path / "repaired")
     assert tc.verify(tmp_path / "repaired").ok
-    with tc.open(tmp_path / "repaired") as cache:
-        assert [int(sample["x"].load()) for sample in cache] == list(range(len(NAMES)))
+    assert [int(sample["x"].load()) for sample in tc.open(tmp_path / "repaired")] == list(range(len(NAMES)))

@@ -14,24 +14,8 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
-from tests.shards.tars import (
-    FORMATS,
-    GIB,
-    LAST,
-    UNUSUAL,
-    ZOO,
-    A,
-    build_with_tarfile,
-    by_tarfile,
-    by_tarfile_in,
-    of_samples,
-    pax,
-    raw_header,
-    record,
-    scan,
-    scan_file,
-    special,
-)
+from tests.shards import tars
+from tests.shards.tars import FORMATS, GIB, A, build_with_tarfile, by_tarfile, pax, raw_header, record, scan, special
 from wds_tensorcache.shards.tar import build_tar_header
 
 
@@ -55,10 +39,10 @@ def test_shards_have_the_bytes_of_webdataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 def test_every_kind_of_member(format: int) -> None:
-    archive = build_with_tarfile(ZOO, format)
+    archive = build_with_tarfile(tars.ZOO, format)
     members = scan(archive)
     assert members == by_tarfile(io.BytesIO(archive))
-    assert [name for name, _, _ in members] == [name for name, _ in ZOO if isinstance(name, str)]
+    assert [name for name, _, _ in members] == [name for name, _ in tars.ZOO if isinstance(name, str)]
 
 
 @pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT], ids=["gnu", "pax"])
@@ -96,16 +80,16 @@ def test_sizes_above_8_gib_by_gnu_tar(tmp_path: Path, gnu_tar: str, format: str)
         file.write(head[:begin])
         file.seek(begin + 9 * GIB)
         file.write(raw_header(b"b.bin", b"0", b"1") + b"1" + bytes(511) + bytes(1024))
-    assert scan_file(archive) == [("a.bin", begin, 9 * GIB), ("b.bin", begin + 9 * GIB + 512, 1)]
-    assert scan_file(archive) == by_tarfile_in(archive)
+    assert tars.scan_file(archive) == [("a.bin", begin, 9 * GIB), ("b.bin", begin + 9 * GIB + 512, 1)]
+    assert tars.scan_file(archive) == tars.by_tarfile_in(archive)
 
 
-@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("kind", tars.UNUSUAL)
 @pytest.mark.filterwarnings("ignore:.*links to other files are not followed")
 def test_unusual_members(kind: str) -> None:
-    first = UNUSUAL[kind]
-    for archive in (first + LAST, raw_header(b"z.x", b"0", b"1") + bytes(512) + first + LAST):
-        assert scan(archive) == of_samples(by_tarfile(io.BytesIO(archive)))
+    first = tars.UNUSUAL[kind]
+    for archive in (first + tars.LAST, raw_header(b"z.x", b"0", b"1") + bytes(512) + first + tars.LAST):
+        assert scan(archive) == tars.of_samples(by_tarfile(io.BytesIO(archive)))
 
 
 def test_global_names() -> None:

@@ -18,8 +18,6 @@ from tests.shards.tars import LAST, UNUSUAL, build, by_tarfile, of_samples, pax,
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*links to other files are not followed")
 
-# --- refusals ---
-
 GOOD = raw_header(b"a", b"0", b"1") + bytes(512)
 SPARSE = record(b"GNU.sparse.major", b"1") + record(b"GNU.sparse.minor", b"0")
 HUGE = raw_header(b"pax", b"x", b"%o" % (1 << 21)) + b"q" * (1 << 21)
@@ -83,8 +81,6 @@ def test_refusals(archive: bytes, message: str) -> None:
     with pytest.raises(tc.FormatError, match=rf"x\.tar: {message}"):
         scan(archive)
 
-
-# --- mutations ---
 
 SOURCES = [
     build([(f"{i}.json", bytes([i]) * (70 * i)) for i in range(12)]),

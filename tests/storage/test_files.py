@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from wds_tensorcache.storage import files as storage
 from wds_tensorcache.storage import system as systems
 
@@ -57,9 +58,9 @@ def system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_a_batch_on_every_system(tmp_path: Path, system: str) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=10) as sink:
-        for i in range(30):
-            sink.write(str(i), {"x": torch.full((1000,), i), "y": [torch.tensor(i)] * 3, "i": i})
+    write(
+        tmp_path, [{"x": torch.full((1000,), i), "y": [torch.tensor(i)] * 3, "i": i} for i in range(30)], max_samples=10
+    )
     for io in ("auto", "pread"):
         with tc.open(tmp_path, io=io) as cache:
             batch = cache.read_batch([29, 3, 3, 17])
@@ -79,13 +80,9 @@ def test_files_on_a_network_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert len(maps(tmp_path)) == (0 if kind == "nfs4" else 3)
 
 
-# --- open files ---
-
-
 def many_shards(folder: Path, count: int) -> None:
-    with tc.ShardWriter(folder / "%04d.tar", max_samples=2, fsync=False, dali_index=False, manifest=False) as sink:
-        for i in range(2 * count):
-            sink.write(str(i), {"x": torch.full((10,), i), "large": torch.full((2_000,), i)})
+    samples = {f"{i}": {"x": torch.full((10,), i), "large": torch.full((2_000,), i)} for i in range(2 * count)}
+    write(folder / "%04d.tar", samples, max_samples=2, dali_index=False, manifest=False)
 
 
 def descriptors() -> set[str]:
@@ -105,7 +102,7 @@ USE = """
     def num_open():
         return sum(os.path.realpath(f"/proc/self/fd/{fd}").endswith(".tar") for fd in os.listdir("/proc/self/fd"))
 
-    order = random.Random(0).sample(range(1200), 300)
+    order = random.Random(0).sample(range(300), 120)
     opened = []
     for options in ({}, {"io": "pread"}, {"max_open_files": 16}, {"io": "pread"}):
         opened.append(cache := tc.open(sys.argv[1], **options))  # four caches, open together
@@ -113,20 +110,20 @@ USE = """
             assert int(cache[i]["x"].load()[9]) == i
         assert int(cache[7]["large"].load(copy=False)[9]) == 7
         for names in (["x"], ["*"]):
-            for at in range(0, 300, 100):
-                batch = cache.select(names).read_batch(order[at : at + 100])
-                assert batch["x"][:, 3].tolist() == order[at : at + 100]
-                assert batch["x"][:, 9].tolist() == order[at : at + 100]
-        assert [key for key in cache.keys()] == [str(i) for i in range(1200)]
-        assert cache.read_batch(["1199", "0"])["x"][:, 0].tolist() == [1199, 0]
+            for at in range(0, 120, 40):
+                batch = cache.select(names).read_batch(order[at : at + 40])
+                assert batch["x"][:, 3].tolist() == order[at : at + 40]
+                assert batch["x"][:, 9].tolist() == order[at : at + 40]
+        assert [key for key in cache.keys()] == [str(i) for i in range(300)]
+        assert cache.read_batch(["299", "0"])["x"][:, 0].tolist() == [299, 0]
         print(num_open())
 """
 
 
 @pytest.fixture(scope="module")
-def shards600(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shards150(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("many")
-    many_shards(folder, 600)
+    many_shards(folder, 150)
     return folder
 
 
@@ -149,9 +146,9 @@ def test_a_shard_that_is_cut_short_under_an_open_cache(tmp_path: Path) -> None:
 
 
 @linux
-def test_one_limit_for_all_caches(shards600: Path) -> None:
+def test_one_limit_for_all_caches(shards150: Path) -> None:
     """A quarter of the limit; a cache that is opened with another number changes it for all."""
-    assert under_limit(128, USE, shards600) == ["32", "32", "16", "16"]
+    assert under_limit(128, USE, shards150) == ["32", "32", "16", "16"]
 
 
 CACHES = """
@@ -190,32 +187,30 @@ def test_four_caches_of_300_shards(tmp_path: Path) -> None:
 
 
 @linux
-def test_maps_have_a_bound(shards600: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maps_have_a_bound(shards150: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards beyond it are read."""
-    for name, bound in (
-        ("_MAX_MAPS", storage._Map.count + 7),
-        ("_MAX_MAPPED_NBYTES", storage._Map.total_nbytes + 300_000),
-    ):
+    count, nbytes = storage._Map.count, storage._Map.total_nbytes
+    for name, bound in (("_MAX_MAPS", count + 7), ("_MAX_MAPPED_NBYTES", nbytes + 300_000)):
         with monkeypatch.context() as patch:
             patch.setattr(storage, name, bound)
-            with tc.open(shards600) as cache:
-                order = random.Random(1).sample(range(1200), 300)
+            with tc.open(shards150) as cache:
+                order = random.Random(1).sample(range(300), 100)
                 assert cache.read_batch(order)["x"][:, 9].tolist() == order
-                assert 0 < len(maps(shards600)) < 30
-    assert maps(shards600) == []
+                assert 0 < len(maps(shards150)) < 30
+    assert maps(shards150) == []
 
 
 @linux
-def test_close_leaves_nothing_open(shards600: Path) -> None:
+def test_close_leaves_nothing_open(shards150: Path) -> None:
     before, threads = descriptors(), threading.active_count()
-    cache = tc.open(shards600, num_threads=4, max_open_files=50)
+    cache = tc.open(shards150, num_threads=4, max_open_files=50)
     views = [cache[i]["large"].load(copy=False) for i in range(0, 100, 7)]
     cache.read_batch(range(60))
     cache.close()
-    assert maps(shards600)
+    assert maps(shards150)
     assert [int(view[5]) for view in views] == list(range(0, 100, 7))  # as long as they live
     del views
-    assert maps(shards600) == []
+    assert maps(shards150) == []
     assert descriptors() - before == set()
     assert threading.active_count() == threads
 

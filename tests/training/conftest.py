@@ -22,12 +22,6 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def cache(folder: str) -> Iterator[Any]:
-    with tc.open(folder) as opened:
-        yield opened
-
-
-@pytest.fixture
 def more(other: str) -> Iterator[Any]:
     with tc.open(other) as opened:
         yield opened

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write as write_samples
 
 COUNT = 23
 CHOOSE = {"latent": ["latent", "latent_flipped"], "text": {"captions.0": 2, "captions.*": 1}}
@@ -48,10 +49,7 @@ def nested(i: int, num_captions: int | None = None) -> dict[str, Any]:
 
 
 def write(folder: Path, numbers: range) -> str:
-    with tc.ShardWriter(folder / "%d.tar", fsync=False, max_samples=5) as sink:
-        for i in numbers:
-            sink.write(f"{i:03d}", nested(i))
-    return str(folder)
+    return write_samples(folder, {f"{i:03d}": nested(i) for i in numbers})
 
 
 def loaders(world_size: int, batch_size: int, **options: Any) -> list[tc.Loader]:

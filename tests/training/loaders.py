@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 
 COUNT = 23
 # modes of several options
@@ -26,10 +27,7 @@ def only_numbers(samples: list[Any]) -> list[int]:
 
 
 def write_numbers(folder: Path, numbers: range, **options: Any) -> str:
-    with tc.ShardWriter(folder / "%d.tar", fsync=False, **options) as sink:
-        for i in numbers:
-            sink.write(f"{i:03d}", nested(i))
-    return str(folder)
+    return write(folder, {f"{i:03d}": nested(i) for i in numbers}, **{"max_samples": 100} | options)
 
 
 def ranks(cache: Any, batch_size: int, world_size: int, **options: Any) -> list[tc.Loader]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.training.loaders import COMBINED, COUNT, modes, ranks, steps
 
 LAST = ("short", "pad", "wrap", "drop")
@@ -116,10 +117,8 @@ def test_by_length(cache: Any, tmp_path: Any) -> None:
     for bounds in ([], [-1, 2], [2, 2], [3, 2]):
         with pytest.raises(ValueError, match="expected ascending lengths"):
             tc.by_length("y", bounds)
-    with tc.ShardWriter(tmp_path / "scalars") as sink:
-        sink.write("a", {"x": np.array(1.0), "y": np.zeros(3)})
-        sink.write("b", {"x": np.array(1.0)})
-    with tc.open(tmp_path / "scalars") as scalars:
+    samples = {"a": {"x": np.array(1.0), "y": np.zeros(3)}, "b": {"x": np.array(1.0)}}
+    with tc.open(write(tmp_path / "scalars", samples)) as scalars:
         with pytest.raises(ValueError, match="tensor 'x' of a sample has no dimensions"):
             tc.Loader(scalars, 1, bucket_by=tc.by_length("x", [1]))
         for opened, name in ((scalars, "y"), (tc.join({"only": scalars}), "only.y")):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write as write_samples
 from tests.training.draws import CHOOSE, COUNT, Row, loaders, rows_of, write
 
 
@@ -22,15 +22,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @pytest.fixture
-def cache(folders: tuple[str, str]) -> Iterator[Any]:
-    with tc.open(folders[0]) as opened:
-        yield opened
+def cache(folders: tuple[str, str]) -> Any:
+    return tc.open(folders[0])
 
 
 @pytest.fixture
-def more(folders: tuple[str, str]) -> Iterator[Any]:
-    with tc.open(folders[1]) as opened:
-        yield opened
+def more(folders: tuple[str, str]) -> Any:
+    return tc.open(folders[1])
 
 
 def test_the_choice_is_what_the_batch_has(cache: Any) -> None:
@@ -55,13 +53,12 @@ def test_golden_seeds() -> None:
 
 def test_a_failing_transform_names_the_step(cache: Any) -> None:
     kinds: list[tuple[Any, dict[str, int]]] = [(tc.Loader, {}), (tc.torch_loader, {"num_workers": 1})]
+    message = r"transform _fails_at_8 failed at step 2 of epoch 0, .*'008'.*ZeroDivision"
     for kind, options in kinds:
         loader = kind(cache.select("latent"), 4, transform=_fails_at_8, **options)
         given = iter(loader)
         next(given), next(given)
-        with pytest.raises(
-            RuntimeError, match=r"transform _fails_at_8 failed at step 2 of epoch 0, .*'008'.*ZeroDivision"
-        ):
+        with pytest.raises(RuntimeError, match=message):
             next(given)
         assert loader.state_dict()["position"]["step"] == 2
         loader = kind(cache.select("latent"), 4, transform=[_nothing], **options)
@@ -138,10 +135,8 @@ def test_a_view_has_its_own_sample_indices(cache: Any) -> None:
 
 def test_padded_rows_have_the_same_noise_in_any_batch(tmp_path: Path) -> None:
     """Also if a row is padded to another length, because longer ones are in the batch."""
-    with tc.ShardWriter(tmp_path, fsync=False) as sink:
-        for i in range(COUNT):
-            means = torch.full((1 + i * i % 7, 3), i / 2)
-            sink.write(f"{i:03d}", {"mean": means, "std": torch.full_like(means, 0.5)})
+    means = [torch.full((1 + i * i % 7, 3), i / 2) for i in range(COUNT)]
+    write_samples(tmp_path, [{"mean": mean, "std": torch.full_like(mean, 0.5)} for mean in means], max_samples=COUNT)
     rows: dict[str, set[bytes]] = {}
     with tc.open(tmp_path) as cache:
         for size, collate in ((1, "pad"), (4, "pad"), (COUNT, "pad"), (3, "list"), (5, tc.pad(to=9))):

@@ -15,10 +15,7 @@ KINDS: dict[str, Any] = {
     "Loader": (tc.Loader, {}),
     "Loader, no threads": (tc.Loader, {"num_threads": 0}),
     "torch_loader": (tc.torch_loader, {}),
-    "torch_loader, workers": (
-        tc.torch_loader,
-        {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True},
-    ),
+    "torch_loader, workers": (tc.torch_loader, {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}),
 }
 
 

@@ -9,7 +9,6 @@ import io
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -86,11 +85,8 @@ class Run:
 
     def __init__(self, mode: Mode, batch_size: int, world_size: int, **others: Any) -> None:
         self.mode = mode
-        options = mode.options | others
-        self.samplers = [
-            tc.StepSampler(batch_size=batch_size, rank=rank, world_size=world_size, **options)
-            for rank in range(world_size)
-        ]
+        options = mode.options | {"batch_size": batch_size, "world_size": world_size} | others
+        self.samplers = [tc.StepSampler(rank=rank, **options) for rank in range(world_size)]
         self.iterators: list[Any] = []
 
     def iterate(self, num_epochs: int, state: Any = None) -> Iterator[Taken]:
@@ -180,13 +176,9 @@ class Pure(dict[tuple[str, int, str], Row]):
 
 
 @pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
+def caches(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     folder = tmp_path_factory.mktemp("elastic")
-    with ExitStack() as stack:
-        yield tuple(  # type: ignore[misc]
-            stack.enter_context(tc.open(write(folder / name, numbers)))
-            for name, numbers in (("a", range(23)), ("b", range(100, 109)))
-        )
+    return tc.open(write(folder / "a", range(23))), tc.open(write(folder / "b", range(100, 109)))
 
 
 @pytest.fixture(scope="module")

@@ -88,20 +88,15 @@ def test_iterating_again(cache: Any) -> None:
 
 
 def test_what_is_refused(cache: Any, folder: str) -> None:
+    mixed: dict[str, Any] = {"cache": None, "mix": {"a": cache}}
     for options, message in (
         ({"cache": None}, "a cache, or mix="),
-        (
-            {"cache": None, "weights": np.ones(COUNT), "mix": {"a": (cache, 1)}},
-            "expected a dict with some of 'a'",
-        ),
+        ({"cache": None, "weights": np.ones(COUNT), "mix": {"a": (cache, 1)}}, "expected a dict with some of 'a'"),
         ({"cache": None, "weights": {"a": [1]}, "mix": {"a": (cache, 1)}}, "expected 23 numbers"),
         ({"cache": None, "weights": {"a": [1] * 23}, "mix": {"a": cache}}, "need a weight of each cache, too: mix={"),
         ({"weights": np.ones(COUNT), "repeats": 2}, "repeats and weights are mutually exclusive"),
         ({"cache": None, "mix": {"a": (cache, 1)}, "repeats": {"a": 2}}, "leave out the weights"),
-        (
-            {"cache": None, "mix": {"a": cache}, "repeats": {"b": 2}},
-            "repeats={'b': 2}, expected a dict with some of 'a'",
-        ),
+        (mixed | {"repeats": {"b": 2}}, "repeats={'b': 2}, expected a dict with some of 'a'"),
         ({"repeats": 0}, "repeats=0, expected at least 1"),
         ({"repeats": 1 << 62}, "repeats=4611686018427387904, expected at least 1, and at most 1,073,741,824"),
         ({"cache": None, "mix": {"a": cache, "b": (cache, 1)}}, "expected {'a': .* or {'a': cache, 'b': other}"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             sample = {"large": torch.full((3, 50_000), float(i)), "i": i}
             sink.write(f"{i:02d}", sample | ({"mask": torch.full((1 << 20,), i)} if i % 2 else {}))
     return path
-
-
-@pytest.fixture
-def cache(folder: Path) -> Iterator[tc.TensorCache]:
-    with tc.open(folder) as opened:
-        yield opened
 
 
 def stacked(samples: list[Any]) -> dict[str, Any]:

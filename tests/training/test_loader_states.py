@@ -75,6 +75,7 @@ def test_states_of_other_loaders(cache: Any, more: Any, tmp_path: Path) -> None:
     state = tc.Loader(cache, 4).state_dict()
     assert len(json.dumps(state)) < 500
     resharded = tc.open(write_numbers(tmp_path, range(COUNT), max_samples=7))
+    by_half = {"bucket_by": lambda entry: int(entry.key) % 2}
     for first, other, message in (
         ({}, {"cache": more}, r"23 samples, keys \w{32}; this loader has 9 samples, keys \w{32}"),
         ({}, {"cache": cache[::-1]}, "a different dataset"),
@@ -83,11 +84,7 @@ def test_states_of_other_loaders(cache: Any, more: Any, tmp_path: Path) -> None:
         ({}, {"bucket_by": "y"}, "mode='all', but this one has mode='buckets'; mode lists which of .* bucket_by="),
         ({"shuffle": "blocks", "window": 4}, {"shuffle": "blocks", "window": 8}, "order=.* or window have changed"),
         ({"shuffle": "blocks"}, {"cache": resharded, "shuffle": "blocks"}, "order=.*buckets, shards or window"),
-        (
-            {"bucket_by": lambda entry: int(entry.key) % 2},
-            {"bucket_by": lambda entry: int(entry.key >= "012")},
-            "order=.*: its buckets",
-        ),
+        (by_half, {"bucket_by": lambda entry: int(entry.key >= "012")}, "order=.*: its buckets"),
     ):
         options: dict[str, Any] = {"cache": cache, "batch_size": 4}
         with pytest.raises(ValueError, match=message):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.training.loaders import COUNT
 
 ROWS = np.eye(COUNT)
@@ -41,9 +42,7 @@ def test_weights(cache: Any) -> None:
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_weights_of_samples_that_change(cache: Any, ahead: int) -> None:
     """From the first step that is not scheduled; a state has the new weights at once."""
-    loader, again = (
-        tc.Loader(cache, 1, weights=ROWS[0], collate="list", prefetch_batches=count) for count in (ahead, 2)
-    )
+    loader, again = (tc.Loader(cache, 1, weights=ROWS[0], collate="list", prefetch_batches=n) for n in (ahead, 2))
     iterator = iter(loader.with_info())
     next(iterator)
     assert loader.set_weights(ROWS[1]) == 1 + ahead
@@ -79,10 +78,9 @@ def test_wrong_weights_and_mixes(cache: Any) -> None:
 
 def test_caches_of_a_mix_have_different_tensors(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        with tc.ShardWriter(tmp_path / name) as sink:
-            for i in range(8):
-                text = {"text": torch.ones(i % 3 + 1, 2)} if name == "a" else {}
-                sink.write(f"{i}", {"x": torch.full((3,), float(i)), **text})
+        texts = [{"text": torch.ones(i % 3 + 1, 2)} if name == "a" else {} for i in range(8)]
+        samples = [{"x": torch.full((3,), float(i)), **text} for i, text in enumerate(texts)]
+        write(tmp_path / name, samples, max_samples=8)
 
     def load(**options: Any) -> Any:
         mix = {name: (tc.open(tmp_path / name), 0.5) for name in ("a", "b")}

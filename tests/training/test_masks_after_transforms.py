@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 
 EMPTY = torch.full((2, 3), -1.0)
 DROP = tc.drop_text(0.5, {"cond.text": EMPTY}, mark="is_dropped")
@@ -18,16 +19,15 @@ PAD = {"cond.text": tc.pad(to=8), "*": "pad"}
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tc.TensorCache]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """16 samples with texts of 3 to 6 rows; sample 7 has none."""
-    folder = tmp_path_factory.mktemp("masks")
-    with tc.ShardWriter(folder, fsync=False) as sink:
-        for i in range(16):
-            text, mean = torch.ones(3 + i % 4, 3), torch.zeros(3 + i % 4, 2)
-            moments = {"moments": torch.zeros(4, 2, 2), "mean": mean, "std": mean + 1}
-            sink.write(f"{i:02d}", {"cond": {"text": None if i == 7 else text}, **moments})
-    with tc.open(folder) as opened:
-        yield opened
+
+    def sample(i: int) -> dict[str, Any]:
+        text, mean = torch.ones(3 + i % 4, 3), torch.zeros(3 + i % 4, 2)
+        moments = {"moments": torch.zeros(4, 2, 2), "mean": mean, "std": mean + 1}
+        return {"cond": {"text": None if i == 7 else text}, **moments}
+
+    return write(tmp_path_factory.mktemp("masks"), [sample(i) for i in range(16)], max_samples=16)
 
 
 def lengths(batch: Any) -> list[int]:
@@ -76,9 +76,8 @@ def test_masks_in_other_transforms(cache: Any) -> None:
     for batch, info in pairs("Loader", cache, [mask_in("before"), DROP, mask_in("after")], PAD):
         stored = [0 if i == 7 else 3 + i % 4 for i in info.indices.tolist()]
         assert batch["before"].tolist() == stored
-        assert batch["after"].tolist() == [
-            2 if drop else n for n, drop in zip(stored, batch["is_dropped"], strict=True)
-        ]
+        dropped = zip(stored, batch["is_dropped"], strict=True)
+        assert batch["after"].tolist() == [2 if drop else n for n, drop in dropped]
 
 
 def test_texts_that_samples_lack(cache: Any) -> None:

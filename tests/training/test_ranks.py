@@ -12,16 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import wds_tensorcache as tc
 from tests.children import finish, start
+from tests.reading.batches import write
 from tests.training.loaders import keys
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("ranks") / "data.tar"
-    with tc.ShardWriter(path, fsync=False) as sink:
-        for i in range(21):
-            sink.write(f"{i:03d}", {"x": torch.tensor(i)})
-    return str(path)
+    return write(tmp_path_factory.mktemp("ranks") / "data.tar", [{"x": torch.tensor(i)} for i in range(21)])
 
 
 def check_groups(cache: Any, rank: int) -> None:

@@ -30,9 +30,6 @@ def plain(batch: Any) -> Any:
     return {name: [each.tolist() if isinstance(each, torch.Tensor) else each for each in batch[name]] for name in batch}
 
 
-# --- the same as Loader ---
-
-
 @pytest.mark.parametrize("mode", ["all", "blocks", "buckets", "mix+buckets", "mix+weights+buckets", "weights"])
 @pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
 def test_batches_and_states_are_those_of_a_loader(
@@ -50,9 +47,6 @@ def test_batches_and_states_are_those_of_a_loader(
             assert info.cache is record.cache
             assert saved(made) == saved(loader)
             assert made.num_batches_left == loader.num_batches_left
-
-
-# --- loops ---
 
 
 @pytest.mark.parametrize(("num_workers", "persistent"), KINDS)
@@ -132,9 +126,6 @@ def test_weights_that_change(cache: Any, num_workers: int) -> None:
     assert seen + [info.indices.item() for _, info in given] == [1] * at + [7] * (COUNT - at)
 
 
-# --- processes ---
-
-
 def set_number(worker: int) -> None:
     os.environ["NUMBER"] = str(worker)
 
@@ -193,9 +184,6 @@ def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error
     assert seen + [i for batch in again for i in batch["i"]] == list(range(COUNT))
     with pytest.raises(error, match=message):  # of the next epoch
         list(made)
-
-
-# --- what is refused ---
 
 
 def test_what_is_refused(cache: Any) -> None:

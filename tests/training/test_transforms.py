@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 
 
 def info_of(indices: Any) -> tc.BatchInfo:
@@ -34,15 +35,10 @@ def digest(rows: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(rows.numpy().tobytes())
 
 
-# --- normal numbers ---
-
-
 def test_golden_bits() -> None:
     """The same bits on every machine and in every release."""
-    assert noise([5, 6], (3,)).view(torch.int32).tolist() == [
-        [-1105113848, 1063885504, 1048932608],
-        [1052241018, 1053735382, -1095084535],
-    ]
+    golden = [[-1105113848, 1063885504, 1048932608], [1052241018, 1053735382, -1095084535]]
+    assert noise([5, 6], (3,)).view(torch.int32).tolist() == golden
     assert digest(noise([5, 6, 7], (200_007,))) == "23b4f1f024be5532"
 
 
@@ -81,9 +77,6 @@ def test_the_numbers_are_normal() -> None:
     assert abs(torch.corrcoef(torch.stack([rows[0, 1:], rows[0, :-1]]))[0, 1]) * 500 < 5
     other = noise(range(4), (250_001,), "other").double()
     assert abs((rows * other).mean()) * count**0.5 < 5
-
-
-# --- moments ---
 
 
 def moments(batch_size: int, channels: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,9 +139,6 @@ def test_wrong_moments(batch: Any, names: Any, error: Any, message: str) -> None
         tc.sample_moments(*names)(batch, info_of([0, 1]))
 
 
-# --- texts ---
-
-
 def test_texts_are_dropped_together() -> None:
     count = 2000
     text, pooled = torch.ones(count, 3, 2), torch.ones(count, 4)
@@ -164,9 +154,8 @@ def test_texts_are_dropped_together() -> None:
     assert batch["pooled"].any(1).tolist() == (~dropped).tolist()
     assert [prompt == "" for prompt in batch["prompt"]] == dropped.tolist()
     # rows are independent of the batch
-    some = transform(
-        {"cond": {"text": torch.ones(3, 3, 2)}, "pooled": torch.ones(3, 4), "prompt": [1] * 3}, info_of([9, 5, 1])
-    )
+    few = {"cond": {"text": torch.ones(3, 3, 2)}, "pooled": torch.ones(3, 4), "prompt": [1] * 3}
+    some = transform(few, info_of([9, 5, 1]))
     assert some["is_dropped"].tolist() == dropped[[9, 5, 1]].tolist()
     other = tc.drop_text(0.1, {"pooled": 0}, mark="m")({"pooled": torch.ones(count, 1)}, info_of(range(count)))["m"]
     assert (other & dropped).sum() < 45  # independent draws: 20 expected
@@ -175,9 +164,8 @@ def test_texts_are_dropped_together() -> None:
 def test_always_and_never() -> None:
     for p in (0, 1):
         texts = [torch.ones(2, 3), torch.ones(5, 3).half()]
-        batch = tc.drop_text(p, {"text": torch.zeros(4, 3), "n": 2.0})(
-            {"text": texts, "n": torch.ones(2)}, info_of([1, 2])
-        )
+        transform = tc.drop_text(p, {"text": torch.zeros(4, 3), "n": 2.0})
+        batch = transform({"text": texts, "n": torch.ones(2)}, info_of([1, 2]))
         assert [tuple(text.shape) for text in batch["text"]] == ([(4, 3)] * 2 if p else [(2, 3), (5, 3)])
         assert [text.dtype for text in batch["text"]] == [torch.float32, torch.float16]
         assert batch["n"].tolist() == [1 + p] * 2
@@ -216,9 +204,8 @@ def test_wrong_replacements(tmp_path: Path) -> None:
             tc.drop_text(1, {"x": torch.zeros(shape)})({"x": torch.ones(2, 3, 2)}, info_of([0, 1]))
     short = tc.drop_text(1, {"x": torch.zeros(1, 2)})
     with tc.SharedDataset([{"x": torch.ones(3, 2)}] * 2, "short", directory=tmp_path) as data:
-        with pytest.raises(
-            RuntimeError, match=r"\[1, 2\], but a row \[3, 2\]; for texts, collate={'x': 'pad'} allows shorter"
-        ):
+        message = r"\[1, 2\], but a row \[3, 2\]; for texts, collate={'x': 'pad'} allows shorter"
+        with pytest.raises(RuntimeError, match=message):
             next(iter(tc.Loader(data, 2, transform=short)))
         (batch,) = tc.Loader(data, 2, transform=short, collate={"x": "pad"})
         assert not batch["x"].any()
@@ -236,11 +223,9 @@ def test_wrong_replacements(tmp_path: Path) -> None:
 
 def test_rows_of_samples_that_lack_a_tensor(tmp_path: Any) -> None:
     """They stay None, in the same batch and in one where no sample has the tensor."""
-    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
-        for i in range(4):
-            names = ("text", "number", "moments", "mean", "std")
-            tensors = {name: torch.ones(2, 2).half() if i % 2 else None for name in names}
-            sink.write(str(i), {**tensors, "prompt": f"p{i}" if i % 2 else None})
+    names = ("text", "number", "moments", "mean", "std")
+    whole = [{name: torch.ones(2, 2).half() for name in names} | {"prompt": f"p{i}"} for i in range(4)]
+    write(tmp_path, [sample if i % 2 else dict.fromkeys(sample) for i, sample in enumerate(whole)])
     transforms: list[Any] = [
         tc.drop_text(1, {"text": torch.zeros(1, 2), "number": 0, "prompt": ""}),
         tc.sample_moments("moments"),
@@ -254,10 +239,8 @@ def test_rows_of_samples_that_lack_a_tensor(tmp_path: Any) -> None:
                 batch = transform(batch, info)
             assert list(batch["prompt"]) == ([None, "", None, ""] if some is cache else [None, None])
             for name in ("text", "number", "moments", "latent"):
-                found = list(batch[name])
-                assert [None if row is None else row.dtype for row in found] == (
-                    [None, torch.float16] * 2 if some is cache else [None] * 2
-                )
+                dtypes = [None if row is None else row.dtype for row in batch[name]]
+                assert dtypes == ([None, torch.float16] * 2 if some is cache else [None] * 2)
         batch = cache.read_batch([0, 1], collate="list")
         batch["std"][1] = None
         with pytest.raises(ValueError, match="'mean': a row has means, but no deviations 'std'"):
@@ -272,9 +255,7 @@ def test_damage_in_a_transform_stays_damage(tmp_path: Any) -> None:
         return batch
 
     path = tmp_path / "x.tar"
-    with tc.ShardWriter(path, fsync=False) as sink:
-        for i in range(4):
-            sink.write(f"{i:02d}", {"x": torch.zeros(1), "prompt": f"photo {i}"})
+    write(path, [{"x": torch.zeros(1), "prompt": f"photo {i}"} for i in range(4)])
     path.write_bytes(path.read_bytes().replace(b"photo 2", b"phot\xff 2"))
     for made in (tc.Loader(tc.open(path), 1, transform=look), tc.torch_loader(tc.open(path), 1, transform=look)):
         given = iter(made)

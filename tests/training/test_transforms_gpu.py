@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def cache(folder: Path) -> Iterator[tc.TensorCache]:
-    with tc.open(folder) as opened:
-        yield opened
-
-
 def to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         assert value.device.type == DEVICE
@@ -50,9 +43,6 @@ def to_host(value: Any) -> Any:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits."""
     return one.dtype == other.dtype and torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8))
-
-
-# --- bits ---
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (4, 128, 128), (2 * normal_module._CHUNK + 7,)], ids=str)
@@ -92,9 +82,6 @@ def test_latents_have_the_bits_of_the_cpu(dtype: Any, is_list: bool) -> None:
     torch.testing.assert_close(both[0].float(), both[1].cpu().float())  # it computes in float32
 
 
-# --- in a loader ---
-
-
 def masked(batch: Any, info: tc.BatchInfo) -> Any:
     batch["mask"] = info.mask("text")
     batch["text"] = batch["text"] + 1 * batch["mask"][:, :, None]
@@ -102,11 +89,8 @@ def masked(batch: Any, info: tc.BatchInfo) -> Any:
 
 
 def loader_of(cache: Any, device: str, **options: Any) -> tc.Loader:
-    transforms = [
-        masked,
-        tc.sample_moments("latent"),
-        tc.drop_text(0.4, {"text": torch.full((1, 3), 7.0), "n": -1}, mark="is_dropped"),
-    ]
+    drop = tc.drop_text(0.4, {"text": torch.full((1, 3), 7.0), "n": -1}, mark="is_dropped")
+    transforms = [masked, tc.sample_moments("latent"), drop]
     choose = {"latent": ["latent", "flipped"], "text": "captions.*"}
     collate = {"text": tc.pad(to=5)}
     options = {"transform": transforms, "last_batch": "pad", "shuffle": True, "seed": 3} | options

@@ -42,9 +42,8 @@ def build(out: Path, captions: dict[str, str], **options: Any) -> Any:
 def test_changed_and_added_samples(tmp_path: Path, options: dict[str, Any]) -> None:
     """A state resumes with other captions under the same keys; with more keys, on a view without them, as the error says."""
     before = build(tmp_path / "v1", CAPTIONS)
-    mended = build(
-        tmp_path / "v2", CAPTIONS | {key: f"a mended photo {key}" for key in KEYS[3::6]}, reuse=tmp_path / "v1"
-    )
+    captions = CAPTIONS | {key: f"a mended photo {key}" for key in KEYS[3::6]}
+    mended = build(tmp_path / "v2", captions, reuse=tmp_path / "v1")
     appended = build(tmp_path / "v3", CAPTIONS | {"100": "new", "101": "newer"}, reuse=tmp_path / "v1")
     loaders = ranks(before, 4, 2, **options)
     whole = steps(loaders, 12)

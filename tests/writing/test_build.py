@@ -48,9 +48,8 @@ def double(items: list[dict[str, Any]]) -> list[Any]:
 
 
 def build(source: Any, out: Path, fn: Any = double, **options: Any) -> Any:
-    return tc.build(
-        source, fn, out, **{"fingerprint": MADE, "batch_size": 4, "max_samples": 5, "fsync": False} | options
-    )
+    options = {"fingerprint": MADE, "batch_size": 4, "max_samples": 5, "fsync": False} | options
+    return tc.build(source, fn, out, **options)
 
 
 def counted(fn: Any = double) -> tuple[Any, list[int]]:
@@ -161,9 +160,8 @@ def test_an_item_that_fails(tmp_path: Path, fails_at: int, where: str) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tensorcache-build")]
     told = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
     if where in ("key", "writer") or sys.version_info >= (3, 11):
-        assert {"writer": f"sample 'n{fails_at}'", "fn": f"from item {fails_at // 4 * 4} "}.get(
-            where, f"item {fails_at}"
-        ) in told
+        names = {"writer": f"sample 'n{fails_at}'", "fn": f"from item {fails_at // 4 * 4} "}
+        assert names.get(where, f"item {fails_at}") in told
     kept = fails_at if where == "writer" else fails_at // 4 * 4  # the batch is not complete
     assert len(tc.open(tmp_path / "x")) == kept if kept else os.listdir(tmp_path / "x") == []
     fn, called = counted(plain)
@@ -237,14 +235,12 @@ def test_items_that_changed_are_refused(tmp_path: Path, changed: tuple[int, ...]
 
 
 def test_a_sample_without_its_cache_is_not_finished(tmp_path: Path) -> None:
-    made = {"model": 1}
+    zeros, made = {"x": torch.zeros(3)}, {"model": 1}
     with tc.ShardWriter(tmp_path, fingerprint=made) as sink:
-        sink.write("0", {"x": torch.zeros(3)})
+        sink.write("0", zeros)
         sink.write("1", txt=b"what remains of a sample")
     with pytest.raises(tc.FormatError, match=r"000000\.tar: sample '1' has lost its cache.*; delete the shard"):
-        tc.build(
-            range(2), lambda batch: [{"x": torch.zeros(3)} for _ in batch], tmp_path, fingerprint=made, keys=["0", "1"]
-        )
+        tc.build(range(2), lambda batch: [zeros] * len(batch), tmp_path, fingerprint=made, keys=["0", "1"])
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable"])
@@ -340,9 +336,7 @@ def kill() -> None:
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
-def test_batches_stay_the_same_ones(
-    tmp_path: Path, kind: Any, fails_at: str, error: type[BaseException] | None
-) -> None:
+def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, error: Any) -> None:
     """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
     whole = build(Numbers(), tmp_path / "whole", grouped)
     if error is None:
@@ -391,9 +385,7 @@ def test_batches_stay_the_same_ones(
         (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
     ],
 )
-def test_bad_arguments(
-    tmp_path: Path, source: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_arguments(tmp_path: Path, source: Any, options: dict[str, Any], error: Any, message: str) -> None:
     def fn(items: list[Any]) -> Any:
         raise AssertionError("computed")
 

@@ -24,9 +24,8 @@ def encode(items: list[Any]) -> list[Any]:
 
 
 def build(source: Any, out: Path, fn: Any = encode, **options: Any) -> Any:
-    return tc.build(
-        source, fn, out, **{"fingerprint": {}, "batch_size": 8, "max_samples": 16, "fsync": False} | options
-    )
+    options = {"fingerprint": {}, "batch_size": 8, "max_samples": 16, "fsync": False} | options
+    return tc.build(source, fn, out, **options)
 
 
 def values(cache: Any) -> list[int]:
@@ -220,10 +219,8 @@ def test_items_with_keys_may_move(tmp_path: Path) -> None:
 
 def test_an_earlier_key_is_the_same_item(tmp_path: Path) -> None:
     """Earlier versions of `safe_key` hashed names whose keys have more than 80 characters."""
-    names, earlier = (
-        ["ф" * 14, "b"],
-        ["%D1%84%D1%84%D1%84%D1%84%D1%84%D1%84%D%-477429253d40702cdbd2c935c227bc5ead08eeff", "b"],
-    )
+    names = ["ф" * 14, "b"]
+    earlier = ["%D1%84%D1%84%D1%84%D1%84%D1%84%D1%84%D%-477429253d40702cdbd2c935c227bc5ead08eeff", "b"]
     build([1, 2], tmp_path / "a", keys=earlier).close()
     now = list(map(tc.safe_key, names))
     assert now[0] != earlier[0]
@@ -309,9 +306,6 @@ def test_another_dtype_or_rank_warns_once(tmp_path: Path) -> None:
     assert len(seen) == 1
 
 
-# --- ranks whose arguments differ ---
-
-
 def build_rank(out: Path, rank: int, source: Any = ITEMS, fn: Any = encode, **options: Any) -> Any:
     return build(source, out, fn, **{"rank": rank, "world_size": 2, "batch_size": 4} | options)
 
@@ -332,11 +326,9 @@ def test_other_batch_sizes(tmp_path: Path, kind: str, keys: Any) -> None:
     for _ in range(2):  # also if the rank is called again
         with pytest.raises(ValueError, match=r"r0of2-000000\.tar .*'(000000|n)\d+'.*batch_size.*world_size=1"):
             build_rank(tmp_path, 1, source, keys=keys, batch_size=6)
-    with tc.open(tmp_path) as cache:
-        assert len(cache) == 38
+    assert len(tc.open(tmp_path)) == 38
     build_rank(tmp_path, 0, source, keys=keys, world_size=1).close()
-    with tc.open(tmp_path) as cache:
-        assert sorted(values(cache)) == ITEMS
+    assert sorted(values(tc.open(tmp_path))) == ITEMS
     for rank in range(2):  # nothing is missing any more
         build_rank(tmp_path, rank, source, keys=keys).close()
 
@@ -347,8 +339,7 @@ def test_another_order(tmp_path: Path) -> None:
     with pytest.raises(tc.StaleCacheError, match=match):
         build_rank(tmp_path, 1, Indexed(ITEMS[::-1]))
     build_rank(tmp_path, 1, Indexed(ITEMS)).close()
-    with tc.open(tmp_path) as cache:
-        assert values(cache) == ITEMS
+    assert values(tc.open(tmp_path)) == ITEMS
 
 
 @pytest.mark.parametrize(
@@ -386,8 +377,7 @@ def test_random_values_show_nothing_of_other_ranks(tmp_path: Path) -> None:
 
     for rank in range(2):
         build_rank(tmp_path, rank, Random(ITEMS), fn).close()
-    with tc.open(tmp_path) as cache:
-        assert sorted(values(cache)) == ITEMS
+    assert sorted(values(tc.open(tmp_path))) == ITEMS
     with pytest.warns(UserWarning, match="nothing shows whether items"):
         build_rank(tmp_path, 0, Random(ITEMS), fn).close()
 
@@ -406,5 +396,4 @@ def test_another_batch_size_after_an_error(tmp_path: Path, batch_sizes: tuple[in
             build_rank(tmp_path, rank, fn=failing, batch_size=batch_sizes[0])
     for rank in range(2):
         build_rank(tmp_path, rank, batch_size=batch_sizes[1]).close()
-    with tc.open(tmp_path) as cache:
-        assert values(cache) == ITEMS
+    assert values(tc.open(tmp_path)) == ITEMS

@@ -131,11 +131,8 @@ def test_the_frame_is_that_of_the_users_code(tmp_path: Path) -> None:
         return [object() for _ in items]
 
     build_broken(["numpy", "json", "neither"], tmp_path, fn, keys=str)
-    assert [record["frame"].partition(" in fn: ")[2] for record in listed(tmp_path)] == [
-        "np.stack([np.zeros(2), np.zeros(3)])",
-        'json.loads("{")',
-        "",
-    ]
+    frames = [record["frame"].partition(" in fn: ")[2] for record in listed(tmp_path)]
+    assert frames == ["np.stack([np.zeros(2), np.zeros(3)])", 'json.loads("{")', ""]
     assert all(record["frame"] for record in listed(tmp_path))
 
 
@@ -193,9 +190,8 @@ def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
         values = [torch.tensor([2.0 * item["value"], 0]) for item in items]
         if step == "nan":
             values = [torch.tensor([float("nan"), 0]) if b else value for value, b in zip(values, bad, strict=True)]
-        samples: list[Any] = [
-            {"x": value, "y": object() if b and step == "store" else 1} for value, b in zip(values, bad, strict=True)
-        ]
+        others = [object() if b and step == "store" else 1 for b in bad]
+        samples: list[Any] = [{"x": value, "y": other} for value, other in zip(values, others, strict=True)]
         return [None if b and step == "None" else sample for sample, b in zip(samples, bad, strict=True)]
 
     def source() -> Any:
@@ -206,15 +202,13 @@ def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
         error = build_broken(source(), tmp_path / "out", fn, **options)
         knows_key = step not in ("read", "key", "bad key", "digest")
         assert [key for key, _ in error.failures] == [f"n{i:04d}" if knows_key else None for i in BROKEN]
-        assert all(
-            STEPS[step] in text and f"item {i}: " in text for i, (_, text) in zip(BROKEN, error.failures, strict=True)
-        )
+        pairs = zip(BROKEN, error.failures, strict=True)
+        assert all(STEPS[step] in text and f"item {i}: " in text for i, (_, text) in pairs)
         assert all(word in str(error) for word in ("5 items failed", "failures.jsonl", "item 0", "allow_failures=True"))
         records = listed(tmp_path / "out")
         assert items_of(records) == list(BROKEN)
-        assert all(
-            STEPS[step] in record["text"] and "Error" in record["error"] and record["frame"] for record in records
-        )
+        assert all(STEPS[step] in record["text"] and "Error" in record["error"] for record in records)
+        assert all(record["frame"] for record in records)
     good = [i for i in range(COUNT) if i not in broken]
     kept, broken = broken, set()
     tc.build([texts[i] for i in good], fn, tmp_path / "good", **OPTIONS | options | {"num_workers": 0}).close()
@@ -464,9 +458,8 @@ def test_a_version(tmp_path: Path) -> None:
     texts.write(6, "broken")  # has an old sample, which may not be reused
 
     def fn(items: list[dict[str, Any]]) -> Any:
-        return [
-            {"x": torch.tensor([item["value"] * 2.0])} if item["value"] not in (103, 500) else None for item in items
-        ]
+        values = [item["value"] for item in items]
+        return [{"x": torch.tensor([value * 2.0])} if value not in (103, 500) else None for value in values]
 
     old = {**options, "keys": keys, "reuse": tmp_path / "v1"}
     for rank in (0, 1):
@@ -692,8 +685,7 @@ def test_finite_arrays_and_lazy_tensors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'x' has 1 values of 2"):
         build(values, tmp_path / "arrays", lambda items: items, check="finite", on_error="raise")
     cache = build(values, tmp_path / "all", lambda items: items)
-    assert [key for key, _ in build_broken(cache, tmp_path / "lazy", lambda items: items, check="finite").failures] == [
-        "000000000"
-    ]
+    failures = build_broken(cache, tmp_path / "lazy", lambda items: items, check="finite").failures
+    assert [key for key, _ in failures] == ["000000000"]
     texts = [{"t": np.array([["inf", "nan"][i]]), "when": np.array(["NaT"], "datetime64[s]")} for i in range(2)]
     assert len(build(texts, tmp_path / "texts", lambda items: items, check="finite")) == 2

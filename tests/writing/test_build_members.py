@@ -6,7 +6,7 @@ import json
 import pickle
 import tarfile
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,7 @@ def test_a_part_of_the_samples(stock: Path, tmp_path: Path) -> None:
 
 def test_a_manifest_and_indexes(tmp_path: Path) -> None:
     write_stock(tmp_path / "stock")
-    with tc.open(tmp_path / "stock") as cache:
-        scanned = list(cache)
+    scanned = list(tc.open(tmp_path / "stock"))
     run("index", tmp_path / "stock")
     with tc.open(tmp_path / "stock") as cache:
         assert (cache.num_shards, list(cache)) == (3, scanned)
@@ -162,17 +161,10 @@ def digest(sample: dict[str, Any]) -> str:
     return repr(sorted(item for item in sample.items() if not item[0].startswith("__")))
 
 
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HttpServer]:
-    monkeypatch.setenv("TENSORCACHE_INDEXES", "off")
-    with HttpServer(tmp_path) as server:
-        yield server
-
-
-def test_urls(server: HttpServer, tmp_path: Path) -> None:
+def test_urls(tmp_path: Path) -> None:
     write_stock(tmp_path / "stock")
-    urls = [f"{server.url}/stock/train-0{number}.tar" for number in range(3)]
-    build(urls, tmp_path / "out").close()
+    with HttpServer(tmp_path) as server:
+        build([f"{server.url}/stock/train-0{number}.tar" for number in range(3)], tmp_path / "out").close()
     check(tmp_path / "out")
 
 
@@ -195,9 +187,8 @@ def test_links_in_a_tar(tmp_path: Path, kind: bytes) -> None:
     links = [special(name, kind, linkname="a.txt") for name in ("b.txt", "c.txt", "README")]
     (tmp_path / "0.tar").write_bytes(build_with_tarfile([("a.txt", b"1"), ("b.cls", b"2"), *links]))
     tar(tmp_path / "1.tar", "d.txt")
-    with pytest.warns(
-        UserWarning, match=r"0\.tar: links .*not followed: 'b.txt', 'c.txt'; make the tar anew"
-    ) as caught:
+    match = r"0\.tar: links .*not followed: 'b.txt', 'c.txt'; make the tar anew"
+    with pytest.warns(UserWarning, match=match) as caught:
         cache = build([tmp_path / "0.tar", tmp_path / "1.tar"], tmp_path / "out", lambda samples: [{}] * len(samples))
     assert len(caught) == 1
     assert (list(cache.keys()), cache.members) == (["a", "b", "d"], {"cls": 1, "txt": 2})
@@ -205,23 +196,17 @@ def test_links_in_a_tar(tmp_path: Path, kind: bytes) -> None:
         tc.write_index(tmp_path / "0.tar")
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "error", "message"),
-    [
-        (["a.txt", "b.txt"], {}, ValueError, r"two items have the key 'a'; .* is in .*0\.tar, .*1\.tar: pass keys="),
-        (["photo 1.txt"], {}, tc.InvalidKeyError, r"item 1 in .*1\.tar: key 'photo 1' contains ' '.* tc.safe_key"),
-        (["b.safetensors"], {}, tc.InvalidKeyError, "sample 'b' has members .*'safetensors'.*rename that member"),
-        (["b.__key__"], {}, tc.FormatError, r"1\.tar: members have the suffix '__key__', which is reserved; rename"),
-        (
-            ["b.x.tensorcache"],
-            {},
-            tc.FormatError,
-            r"1\.tar: members have the suffix 'x.tensorcache', which is reserved",
-        ),
-        (["b.digest.txt"], {"digest": str}, ValueError, "sample 'b' has a member 'digest.txt' already, so leave out"),
-    ],
-    ids=str,
-)
+REFUSED: list[Any] = [
+    (["a.txt", "b.txt"], {}, ValueError, r"two items have the key 'a'; .* is in .*0\.tar, .*1\.tar: pass keys="),
+    (["photo 1.txt"], {}, tc.InvalidKeyError, r"item 1 in .*1\.tar: key 'photo 1' contains ' '.* tc.safe_key"),
+    (["b.safetensors"], {}, tc.InvalidKeyError, "sample 'b' has members .*'safetensors'.*rename that member"),
+    (["b.__key__"], {}, tc.FormatError, r"1\.tar: members have the suffix '__key__', which is reserved; rename"),
+    (["b.x.tensorcache"], {}, tc.FormatError, r"1\.tar: members have the suffix 'x.tensorcache', which is reserved"),
+    (["b.digest.txt"], {"digest": str}, ValueError, "sample 'b' has a member 'digest.txt' already, so leave out"),
+]
+
+
+@pytest.mark.parametrize(("names", "options", "error", "message"), REFUSED, ids=str)
 def test_refused(tmp_path: Path, names: list[str], options: dict[str, Any], error: Any, message: str) -> None:
     paths = [tar(tmp_path / "0.tar", "a.txt"), tar(tmp_path / "1.tar", *names)]
     with pytest.raises(error, match=message):
@@ -236,9 +221,8 @@ def test_refused(tmp_path: Path, names: list[str], options: dict[str, Any], erro
 def test_refused_shards(stock: Path, tmp_path: Path) -> None:
     packed = tmp_path / "a.tar.gz"
     packed.write_bytes(b"\x1f\x8b\x08\0" + bytes(2000))
-    with pytest.raises(
-        tc.FormatError, match="a.tar.gz: byte 0: gzip: a compressed tar cannot be indexed; unpack it with"
-    ):
+    message = "a.tar.gz: byte 0: gzip: a compressed tar cannot be indexed; unpack it with"
+    with pytest.raises(tc.FormatError, match=message):
         build([packed], tmp_path / "out")
     build(tc.open(stock), tmp_path / "out").close()
     with pytest.raises(ValueError, match=r"out/000000\.tar has a cache already; pass tc\.open"):
@@ -252,10 +236,9 @@ def test_shards_with_a_cache_and_members(stock: Path, tmp_path: Path) -> None:
     def encode_more(samples: list[Any]) -> list[Any]:
         return [{"more": sample["latent"].load() + 1} for sample in samples]
 
+    message = r"members, which the new cache lacks: .*'json', 'x.1.bin'.*; tc\.join of both"
     for at, source in enumerate((added[:3], tc.join([added]), added)):
-        with pytest.warns(
-            UserWarning, match=r"members, which the new cache lacks: .*'json', 'x.1.bin'.*; tc\.join of both"
-        ):
+        with pytest.warns(UserWarning, match=message):
             more = build(source, tmp_path / f"more{at}", encode_more, digest=str)
         assert more.members == {"digest.txt": len(source)}
     both = tc.join([added, more])

@@ -83,9 +83,8 @@ def test_one_rank_after_another(tmp_path: Path, world_size: int, kind: str) -> N
     if kind == "map":
         assert sum(num_read) == COUNT
     check(tmp_path)
-    assert {name[:6] for name in os.listdir(tmp_path) if name.endswith(".tar")} == {
-        f"r{rank}of{world_size}-" for rank in range(world_size)
-    }
+    names = {name[:6] for name in os.listdir(tmp_path) if name.endswith(".tar")}
+    assert names == {f"r{rank}of{world_size}-" for rank in range(world_size)}
     fn, called = counted()
     for world in (1, 3, world_size):
         for rank in range(world):
@@ -195,8 +194,7 @@ def test_a_shard_that_was_deleted(tmp_path: Path) -> None:
     """Whichever rank wrote it: its samples are computed again."""
     for rank in range(3):
         build_rank(tmp_path, rank, 3).close()
-    with tc.open(tmp_path / "r2of3-000000.tar") as cache:
-        lost = set(cache.keys())
+    lost = set(tc.open(tmp_path / "r2of3-000000.tar").keys())
     (tmp_path / "r2of3-000000.tar").unlink()
     (tmp_path / "r2of3-000000.idx").unlink()
     fn, called = counted()

@@ -119,8 +119,6 @@ def test_everything_else(tmp_path: Path, limit: int) -> None:
             assert limit >= 1_000
             assert len(tc.open(tmp_path / "mended")) == COUNT
     assert failed >= 2
-    after = {name: (tmp_path / "x" / name).read_bytes() for name in before}
-    assert {name: raw for name, raw in after.items() if name != "manifest.json"} == {
-        name: raw for name, raw in before.items() if name != "manifest.json"
-    }
+    for name in before.keys() - {"manifest.json"}:
+        assert (tmp_path / "x" / name).read_bytes() == before[name]
     assert len(tc.open(tmp_path / "x")) >= COUNT

@@ -14,6 +14,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.kills import compare, is_killed, stop_at
+from tests.reading.batches import write
 from tests.same import assert_same
 from tests.shards.damage import contents_of
 from tests.writing.test_build import COUNT, MADE, build, counted, digest, double
@@ -86,9 +87,8 @@ def test_generations(tmp_path: Path) -> None:
         check(out, values, order)
         assert contents_of(before) == kept
         found, old = by_key(out), by_key(before)
-        assert {key: found[key] for key in found if key not in stale} == {
-            key: old[key] for key in old if key not in stale and key not in gone
-        }
+        kept_samples = {key: old[key] for key in old if key not in stale and key not in gone}
+        assert {key: found[key] for key in found if key not in stale} == kept_samples
         for url in listed(before):
             with tarfile.open(before / url) as archive:
                 keys = {name.split(".")[0] for name in archive.getnames()}
@@ -144,9 +144,6 @@ def test_footers_and_sidecars_stay(tmp_path: Path) -> None:
     assert not (tmp_path / "2" / "000000.idx").exists()
     make(numbered(k001=5), tmp_path / "3", reuse=tmp_path / "2", manifest=False)
     assert tc.open(tmp_path / "3", expect=MADE)["k001"]["of"] == 5  # in the manifest, which a version always has
-
-
-# --- killed ---
 
 
 def test_killed_at_every_step(tmp_path: Path) -> None:
@@ -229,9 +226,6 @@ def test_computed_samples_are_not_lost(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-# --- several calls at once ---
-
-
 def test_an_old_one_that_is_being_written(tmp_path: Path) -> None:
     """Shards that a killed build finished are not computed again."""
     sink = tc.ShardWriter(tmp_path / "0", max_samples=5, fingerprint=MADE, fsync=False)
@@ -294,12 +288,8 @@ def test_nothing_writes_into_a_shared_shard(tmp_path: Path) -> None:
     kept, shard = contents_of(tmp_path / "0"), tmp_path / "1" / "000000.tar"
     assert os.path.samefile(shard, tmp_path / "0" / "000000.tar")
     tc.write_index(shard)
-    with tc.ShardWriter(tmp_path / "1", overwrite=True, fingerprint=MADE, fsync=False) as sink:
-        sink.write("a", {"x": 1})
+    write(tmp_path / "1" / "%06d.tar", {"a": {"x": 1}}, overwrite=True, fingerprint=MADE)
     assert contents_of(tmp_path / "0") == kept
-
-
-# --- what is there ---
 
 
 def test_out_is_there(tmp_path: Path) -> None:
@@ -387,9 +377,8 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
         path.rename(folder / "sub" / path.name)
     manifest.write_text(manifest.read_text().replace('"train-000', '"./sub/train-000'))
     make(numbered(8, k001=9), tmp_path / "3", reuse=folder)
-    assert sorted(contents_of(tmp_path / "3")) == sorted(
-        ["manifest.json", *(f"sub/train-000{i}.{kind}" for i in range(3) for kind in ("tar", "idx"))]
-    )
+    shards = [f"sub/train-000{i}.{kind}" for i in range(3) for kind in ("tar", "idx")]
+    assert sorted(contents_of(tmp_path / "3")) == sorted(["manifest.json", *shards])
     check(tmp_path / "3", numbered(k001=9), list(numbered(8)))
 
 
@@ -462,9 +451,6 @@ def test_across_file_systems(tmp_path: Path) -> None:
         shutil.rmtree(other, ignore_errors=True)
 
 
-# --- several ranks ---
-
-
 def make_ranks(values: dict[str, int], out: Path, world_size: int, fn: Any = double, **options: Any) -> None:
     """Compute the samples of a version on ranks, one after another."""
     for rank in range(world_size):
@@ -510,8 +496,7 @@ def test_ranks_that_differ_or_overlap(tmp_path: Path) -> None:
         build(items(values), out, with_another_rank, rank=1, world_size=2, **options)
     make(values, out, reuse=tmp_path / "0")
     check(out, values, list(tc.open(out).keys()))
-    with pytest.raises(
-        tc.StaleCacheError, match="and 1 samples have no item"
-    ):  # each rank checks the number of all items
+    # each rank checks the number of all items
+    with pytest.raises(tc.StaleCacheError, match="and 1 samples have no item"):
         build(items(numbered(59)), out, rank=1, world_size=2, **options)
     assert len(build(items(values), out, rank=1, world_size=2, **options)) == 60

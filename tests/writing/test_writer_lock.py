@@ -57,10 +57,9 @@ def test_a_second_one_in_a_process(tmp_path: Path) -> None:
     with tc.ShardWriter(tmp_path / "%03d.tar", fsync=False) as first:
         first.write("a", {"x": 1})
         before = sorted(os.listdir(tmp_path))
+        message = r"an unfinished writer of this process is writing .*%03d\.tar; close"
         for options in ({}, {"resume": True}, {"overwrite": True}):
-            with pytest.raises(
-                FileExistsError, match=r"an unfinished writer of this process is writing .*%03d\.tar; close"
-            ):
+            with pytest.raises(FileExistsError, match=message):
                 tc.ShardWriter(tmp_path / "%03d.tar", **options)
         with pytest.raises(FileNotFoundError, match="a writer in this process has not finished its first shard"):
             tc.open(tmp_path)
