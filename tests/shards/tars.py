@@ -15,7 +15,7 @@ BLOCK = 512
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 GIB = 1 << 30
-_IS_OF_SAMPLE = re.compile(r"(.*/)?[^./][^./]*\.[^/]*", re.DOTALL).fullmatch
+_SPLIT = re.compile(r"((?:.*/)?[^./]+)(\.[^/]*)", re.DOTALL).fullmatch
 _IS_SKIPPED = re.compile(r"__[^/]*__($|/)|___?\Z").match
 
 
@@ -35,8 +35,9 @@ def scan_file(path: Path) -> list[tuple[str, int, int]]:
 
 
 def of_samples(members: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Return the members whose names have a key and an extension, and that webdataset does not skip."""
-    return [member for member in members if _IS_OF_SAMPLE(member[0]) and not _IS_SKIPPED(member[0])]
+    """Return the members that webdataset puts into samples. Like webdataset, make their suffixes lower case."""
+    named = [(_SPLIT(name), *extent) for name, *extent in members if not _IS_SKIPPED(name)]
+    return [(split[1] + split[2].lower(), *extent) for split, *extent in named if split]
 
 
 def by_tarfile(file: Any) -> list[tuple[str, int, int]]:
