@@ -1,4 +1,7 @@
-"""Run the scenarios for each workload: markdown tables of medians (least..most), and the goals."""
+"""Run the scenarios for each workload: markdown tables of medians (least..most), and the goals.
+
+Stores go into the temporary folder (TMPDIR), which must be on a real disk for cold reads.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import argparse
 import gc
 import sys
 import tempfile
-import time
 import warnings
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from benchmarks.goals import goal_lines
 from benchmarks.harness import CEILING, Context, Rounds, Skipped, interleaved, settle
 from benchmarks.peers import NAME
 from benchmarks.scenarios import ONLY, SCENARIOS
-from benchmarks.workloads import WORKLOADS, quick
+from benchmarks.workloads import QUICK, WORKLOADS
 
 
 def _arguments() -> argparse.Namespace:
@@ -28,7 +30,6 @@ def _arguments() -> argparse.Namespace:
     add("--peer", action="append", choices=peers.MODULES[1:], help="only this peer and our rows; may be repeated")
     add("--no-peers", action="store_true", help="only ours and the ceiling")
     add("--rounds", type=int, help="interleaved rounds (default: 7; quick: 1)")
-    add("--folder", type=Path, help="where stores go, on a real disk for cold reads (default: the temporary folder)")
     add("--out", type=Path, default=Path("bench_out"), help="for bench.md (default: %(default)s)")
     options = parser.parse_args()
     options.quick |= options.dry
@@ -36,47 +37,39 @@ def _arguments() -> argparse.Namespace:
     return options
 
 
-def _log(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
-
-
 def _store(context: Context) -> dict[str, float]:
     """Let every peer write its store and sync it to disk; return the bytes per sample of each store."""
-    workload, stored = context.workload, {}
-    context.stores.mkdir()
+    workload = context.workload
+    tensors = (tensor for sample in context.samples for tensor in workload.split(sample)[0].values())
+    stored = {CEILING: sum(tensor.nbytes for tensor in tensors) / workload.count}
     for peer in context.peers:
         if peer.write is None:
             continue
         folder = context.store(peer)
-        folder.mkdir()
+        folder.mkdir(parents=True)
         with context.attempt(peer.name):
             peer.write(folder, workload, context.samples)
             page_cache.sync(folder)
             nbytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             stored[peer.name] = nbytes / workload.count
-    tensors = (tensor for sample in context.samples for tensor in workload.split(sample)[0].values())
-    return {CEILING: sum(tensor.nbytes for tensor in tensors) / workload.count, **stored}
+    return stored
 
 
-def _measure(context: Context, scenarios: list[str] | None, rounds: int) -> tuple[dict[str, Rounds], dict[str, float]]:
-    """Return the rounds of each scenario, and the size of each store."""
+def _measure(context: Context, scenarios: list[str] | None, rounds: int) -> dict[str, Rounds]:
+    """Return the rounds of each scenario."""
     name = context.workload.name
-    _log(f"{name}: {context.workload.count} samples, stored by each peer in {context.scratch}")
-    gc.freeze()  # the collector need not look at the samples in every round
-    stored = _store(context)
     results: dict[str, Rounds] = {}
     for scenario in scenarios or SCENARIOS:
-        if ONLY.get(scenario, name) != name:
+        if name not in ONLY.get(scenario, WORKLOADS):
             continue
-        _log(f"{name}: {scenario}")
+        print(f"{name}: {scenario}", file=sys.stderr)
         try:
-            with SCENARIOS[scenario](context) as rows:
-                results[scenario] = interleaved(rows, rounds)
+            with context.stack:
+                results[scenario] = interleaved(SCENARIOS[scenario](context), rounds)
         except (Skipped, ImportError) as reason:
             results[scenario] = {}
             context.missing[f"{name}, {scenario}"] = str(reason)
-    gc.unfreeze()
-    return results, stored
+    return results
 
 
 def main() -> None:
@@ -89,33 +82,27 @@ def main() -> None:
         modules.append("webdataset")  # DALI reads its shard
     everyone, missing = peers.load(modules)
     for name, reason in missing.items():
-        _log(f"{name} is missing: {reason}")
+        print(f"{name} is missing: {reason}", file=sys.stderr)
     options.out.mkdir(parents=True, exist_ok=True)
-    results, sizes, texts = {}, {}, []
+    results, texts = {}, []
     for name in options.workload or WORKLOADS:
-        workload = quick(WORKLOADS[name]) if options.quick else WORKLOADS[name]
+        workload = (QUICK if options.quick else WORKLOADS)[name]
         samples = [workload.sample(index) for index in range(workload.count)]
-        with (
-            tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder,
-            tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as tmpfs,
-        ):
-            context = Context(
-                workload,
-                samples,
-                [peer for peer in everyone if peer.name.startswith(NAME) or not workload.ragged],
-                Path(folder, "stores"),
-                Path(folder),
-                Path(tmpfs),
-                missing,
-                is_quick=options.quick,
-                gpu="cpu" if options.dry else "cuda",
-            )
-            results[name], sizes[name] = _measure(context, options.scenario, options.rounds)
-        texts += report.tables(workload, results[name], sizes[name])
+        compared = [peer for peer in everyone if peer.name.startswith(NAME) or not workload.ragged]
+        gpu = "cpu" if options.dry else "cuda"
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            print(f"{name}: {workload.count} samples, stored by each peer in {folder}", file=sys.stderr)
+            context = Context(workload, samples, compared, Path(folder, "stores"), missing, options.quick, gpu=gpu)
+            gc.freeze()  # the collector need not look at the samples in every round
+            stored = _store(context)
+            results[name] = _measure(context, options.scenario, options.rounds)
+            gc.unfreeze()
+        texts += report.tables(workload, results[name], stored)
     texts.append(report.markdown(list(goal_lines(results))))
     texts.append("\n".join(f"Missing: {name}: {reason}" for name, reason in missing.items()) or "Missing: none.")
+    note = "Quick: these figures mean nothing. " if options.quick else ""
     rounds = f"Medians (least..most) of {options.rounds} interleaved rounds, each in another order."
-    texts.append(f"{rounds} {report.machine_line()}")
+    texts.append(f"{note}{rounds} {report.machine_line()}")
     (options.out / "bench.md").write_text("\n\n".join(texts) + "\n")
     print("\n\n".join(texts))
 

@@ -24,37 +24,26 @@ import torch
 import wds_tensorcache as tc
 from benchmarks.report import markdown
 
-ACTS = ("write", "read_batch", "get", "decode")
 _BATCH_SIZE = 32
 _COUNT = 256
 _PACKAGE = Path(tc.__file__).parent
-_PREFIX = str(_PACKAGE)
 
 
 def traced(act: Callable[[], Any]) -> Counter[CodeType]:
     """Count the calls of our functions in `act`, in the order of their first calls."""
-    # the first runs fill all caches
-    for _ in range(3):
-        act()
     calls: Counter[CodeType] = Counter()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(_PREFIX):
+        if event == "call" and frame.f_code.co_filename.startswith(str(_PACKAGE)):
             calls[frame.f_code] += 1
 
-    sys.setprofile(count)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
+    for profile in (None, None, None, count):  # the first runs fill all caches
+        sys.setprofile(profile)
+        try:
+            act()
+        finally:
+            sys.setprofile(None)
     return calls
-
-
-def _lines(calls: Counter[CodeType]) -> Iterator[str]:
-    for index, (code, count) in enumerate(calls.items(), start=1):
-        place = Path(code.co_filename).relative_to(_PACKAGE.parent)
-        name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
-        yield f"{index:4} {count:5} {name:44} {place}:{code.co_firstlineno}"
 
 
 def _sample(index: int) -> dict[str, Any]:
@@ -71,14 +60,14 @@ def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
     with tc.ShardWriter(folder / "%06d.tar") as writer:
         for index in range(_COUNT):
             writer.write(f"{index:08d}", _sample(index))
-    numbers = random.Random(0).sample(range(_COUNT), _BATCH_SIZE)
+    indices = random.Random(0).sample(range(_COUNT), _BATCH_SIZE)
     new = iter(range(_COUNT))
     members = tc.encode_sample(_sample(0))
     with tc.ShardWriter(folder / "more" / "%06d.tar") as writer, tc.open(folder, num_threads=1) as cache:
         yield {
             "write": lambda: writer.write(f"{next(new):08d}", _sample(0)),
-            "read_batch": lambda: cache.read_batch(numbers),
-            "get": lambda: cache[numbers[0]],
+            "read_batch": lambda: cache.read_batch(indices),
+            "get": lambda: cache[indices[0]],
             "decode": lambda: tc.decode_sample(*members),
         }
 
@@ -86,17 +75,26 @@ def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
-    parser.add_argument("--functions", choices=ACTS, help="list the functions of one operation instead")
+    parser.add_argument(
+        "--functions",
+        choices=("write", "read_batch", "get", "decode"),
+        help="list the functions of one operation instead",
+    )
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="calls-") as folder, acts(Path(folder)) as found:
-        if options.functions:
-            print(*_lines(traced(found[options.functions])), sep="\n")
-            return
-        rows = [["", "calls", "functions", "files"]]
-        for name, act in found.items():
-            calls = traced(act)
-            rows.append([name, *map(str, (calls.total(), len(calls), len({code.co_filename for code in calls})))])
-        print(markdown(rows))
+    with tempfile.TemporaryDirectory(prefix="calls-") as folder, acts(Path(folder)) as operations:
+        chosen = [options.functions] if options.functions else operations
+        calls = {name: traced(operations[name]) for name in chosen}
+    if options.functions:
+        for index, (code, count) in enumerate(calls[options.functions].items(), start=1):
+            place = Path(code.co_filename).relative_to(_PACKAGE.parent)
+            name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the short one alone
+            print(f"{index:4} {count:5} {name:44} {place}:{code.co_firstlineno}")
+        return
+    rows = [["", "calls", "functions", "files"]]
+    for name, of_name in calls.items():
+        files = {code.co_filename for code in of_name}
+        rows.append([name, *map(str, (of_name.total(), len(of_name), len(files)))])
+    print(markdown(rows))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.workloads import tensor_at
+from benchmarks.workloads import flat_bytes, tensor_at
 
 IN_FLIGHT = 32  # reads that keep a cold disk busy
 
@@ -34,40 +34,28 @@ def _tensors(path: Path) -> Iterator[dict[str, tuple[int, int]]]:
                 yield {name: (first + begin, first + end) for begin, end, name in places}
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    content: bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return content
+class Ranges(AbstractContextManager["Ranges"]):
+    """Plain reads of each sample's tensors, or of one, out of our shards, and plain copies out of maps of these.
 
-
-class Ranges:
-    """Plain reads of each sample's tensors out of our shards, and plain copies out of maps of these.
-
-    Args:
-        folder: Folder of the shards.
-        num_slots: Samples in memory at a time, as many as the compared row holds.
-        tensor: Path of the only tensor to read; None for all tensors.
+    `num_slots` samples are in memory at a time, as many as the compared row holds.
     """
 
     def __init__(self, folder: Path, num_slots: int, tensor: str | None = None) -> None:
         self._files: list[int] = []
-        self._maps: dict[
-            int, tuple[Any, int]
-        ] = {}  # by `copy` alone: mapped pages cannot be dropped from the page cache
+        self._maps: dict[int, Any] = {}  # by `copy` alone: mapped pages cannot be dropped from the page cache
         self._names: list[list[str]] = []
         self._ranges: list[tuple[int, int, int]] = []  # of each sample: file, begin, length
         for path in sorted(folder.glob("*.tar")):
             self._files.append(os.open(path, os.O_RDONLY))
             for sample in _tensors(path):
-                places = [sample[tensor]] if tensor else list(sample.values())
-                self._names.append([tensor] if tensor else list(sample))
-                self._ranges.append((self._files[-1], places[0][0], places[-1][1] - places[0][0]))
+                names = [tensor] if tensor else list(sample)
+                begin, end = sample[names[0]][0], sample[names[-1]][1]
+                self._names.append(names)
+                self._ranges.append((self._files[-1], begin, end - begin))
         self._most = max(nbytes for _, _, nbytes in self._ranges)
         self._slots = num_slots
         array = np.zeros(num_slots * self._most, np.uint8)
         self._memory, self._target = memoryview(array), array.ctypes.data
-
-    def __enter__(self) -> Ranges:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self._maps.clear()
@@ -89,47 +77,43 @@ class Ranges:
     def check(self, order: Sequence[int], samples: Any) -> None:
         """Raise AssertionError unless the bytes read for each sample of `order` are those of its tensors."""
         for index in order:
-            wanted = b"".join(_bytes(tensor_at(samples[index], name)) for name in self._names[index])
+            wanted = b"".join(flat_bytes(tensor_at(samples[index], name)) for name in self._names[index])
             for move in (self._read, self._copy)[: 1 + bool(self._maps)]:
                 self._memory[: len(wanted)] = bytes(len(wanted))
                 move(0, index)
                 if self._memory[: len(wanted)] != wanted:
                     raise AssertionError(f"the ceiling's bytes of sample {index} are not those of its tensors")
 
-    def read(self, order: Sequence[int]) -> Callable[[], int]:
-        """Return a function that reads the samples of `order`, one `preadv` each, on one thread."""
-        return lambda: sum(map(self._read, range(len(order)), order))
+    def read(self, order: Sequence[int], threads: int = 1) -> Callable[[], int]:
+        """Return a function that reads the samples of `order`, one `preadv` each."""
+        return partial(_move, self._read, order, threads)
 
     def copy(self, order: Sequence[int], threads: int = 1) -> Callable[[], int]:
         """Return a function that copies the same samples out of maps, one `memmove` each."""
         for file in self._files:
             array = np.frombuffer(mmap.mmap(file, 0, prot=mmap.PROT_READ), np.uint8)
             self._maps[file] = array, array.ctypes.data
-        if threads == 1:
-            return lambda: sum(map(self._copy, range(len(order)), order))
-        return partial(_by_threads, threads, self._copy, order)
-
-    def read_by_threads(self, order: Sequence[int]) -> Callable[[], int]:
-        """Return a function that reads the same samples with one thread for each read in flight."""
-        return partial(_by_threads, IN_FLIGHT, self._read, order)
+        return partial(_move, self._copy, order, threads)
 
     def read_ahead(self, order: Sequence[int]) -> Callable[[], int]:
         """Return a function that reads the same samples on one thread and requests each range `IN_FLIGHT` reads ahead."""
 
         def run() -> int:
-            seen = 0
             for slot in range(-IN_FLIGHT, len(order)):
                 if slot + IN_FLIGHT < len(order):
                     os.posix_fadvise(*self._ranges[order[slot + IN_FLIGHT]], os.POSIX_FADV_WILLNEED)
-                seen += self._read(slot, order[slot]) if slot >= 0 else 0
-            return seen
+                if slot >= 0:
+                    self._read(slot, order[slot])
+            return len(order)
 
         return run
 
 
-def _by_threads(count: int, move: Callable[[int, int], int], order: Sequence[int]) -> int:
+def _move(move: Callable[[int, int], int], order: Sequence[int], threads: int) -> int:
     def part(thread: int) -> int:
-        return sum(move(slot, order[slot]) for slot in range(thread, len(order), count))
+        return sum(move(slot, order[slot]) for slot in range(thread, len(order), threads))
 
-    with ThreadPoolExecutor(count) as pool:
-        return sum(pool.map(part, range(count)))
+    if threads == 1:
+        return sum(map(move, range(len(order)), order))
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(part, range(threads)))

@@ -8,11 +8,12 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ import torch
 import wds_tensorcache as tc
 from benchmarks import page_cache
 from benchmarks.ceiling import Ranges
-from benchmarks.peers import NAME
-from benchmarks.peers.base import Peer
+from benchmarks.peers import NAME, Peer
 from benchmarks.workloads import Workload
 
 CEILING = "ceiling"  # its rows start with this word
 
+Run = Callable[[], int]  # returns the number of samples that it read
 # measures once; the keys are endings of the row's name, "" for microseconds per sample
 Row = Callable[[], dict[str, float]]
 Rows = dict[str, Row]
@@ -36,19 +37,19 @@ class Skipped(Exception):
     """This machine cannot run a scenario; the message says why."""
 
 
+def require(is_right: bool, name: str, problem: str = "what was read is not what was written") -> None:
+    """Raise AssertionError for a row, unless it is right."""
+    if not is_right:
+        raise AssertionError(f"{name}: {problem}")
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A row with microseconds per sample.
+    """A row with microseconds per sample."""
 
-    Attributes:
-        run: The timed function, which returns the number of samples that it read.
-        count: Expected number of samples.
-        prepare: Runs before it each time, and is not timed.
-    """
-
-    run: Callable[[], int]
-    count: int
-    prepare: Callable[[], object] = lambda: None
+    run: Run
+    count: int  # samples that it should read
+    prepare: Callable[[], object] = lambda: None  # runs before it each time, and is not timed
 
     def __call__(self) -> dict[str, float]:
         """Measure one run; raise AssertionError if it read another number of samples."""
@@ -67,23 +68,20 @@ def interleaved(rows: Mapping[str, Row], rounds: int) -> Rounds:
 
     Machines drift, so the rows take turns, and ratios come from the same round.
     """
-    figures: dict[str, dict[str, list[float]]] = {name: {} for name in rows}
-    for index in range(rounds + 1):
+    figures: Rounds = {name + ending: [] for name, row in rows.items() for ending in row()}
+    for index in range(rounds):
         # Another order in each round: no row always runs after the same neighbor.
         for name in random.Random(index).sample(list(rows), len(rows)):
             for ending, figure in rows[name]().items():
-                if index:
-                    figures[name].setdefault(ending, []).append(figure)
-    return {name + ending: column for name, by_ending in figures.items() for ending, column in by_ending.items()}
+                figures[name + ending].append(figure)
+    return figures
 
 
 def settle() -> None:
-    """Let torch use one thread, and put glibc's malloc into the state of a process that has allocated and freed one batch.
-
-    Before that, each freed block of 450 KB returns to the system and is zeroed when it is allocated again. Rows that
-    allocate memory for each sample would be up to three times slower, depending on the rows before them.
-    """
+    """Let torch use one thread, and put glibc's malloc into the state of a process that has allocated and freed one batch."""
     torch.set_num_threads(1)
+    # Before that, each freed block of 450 KB returns to the system and is zeroed when it is allocated again. Rows that
+    # allocate memory for each sample would be up to three times slower, depending on the rows before them.
     torch.empty(30 << 20, dtype=torch.uint8)  # more than 32 MiB would not raise malloc's threshold
 
 
@@ -95,7 +93,13 @@ def in_new_process(function: Callable[..., Any], *args: Any) -> Any:
         return pool.submit(function, *args).result()
 
 
-@dataclass(frozen=True, slots=True)
+def memory_mb(file: str, name: str) -> float:
+    """Return a figure of a process's memory from a file in /proc, in MB."""
+    lines = Path("/proc", file).read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024 / 1e6
+
+
+@dataclass
 class Context:
     """One workload, which every peer has stored once."""
 
@@ -103,60 +107,47 @@ class Context:
     samples: Sequence[Any]
     peers: list[Peer]
     stores: Path  # a folder in it for each peer that writes
-    scratch: Path  # for writing, on the same disk
-    tmpfs: Path  # for writing, in memory
     missing: dict[str, str]  # filled as peers fail: why, by workload and peer
     is_quick: bool = False  # few samples, only to test that everything runs
     has_ceilings: bool = True  # they open each shard
     gpu: str = "cuda"  # the device of the GPU scenarios; "cpu" only tests that they run
-    checksums: dict[int, Any] = field(default_factory=dict)  # of the samples as written, when first needed
+    stack: ExitStack = field(default_factory=ExitStack)  # closes what a scenario has opened
 
-    @property
-    def order(self) -> list[int]:
-        """The sample indices of one pass, in the same order for every row and round."""
-        return random.Random(0).sample(range(self.workload.count), self.workload.timed)
-
-    @property
-    def batches(self) -> list[list[int]]:
-        """The sample indices of one pass, in batches."""
-        order, size = self.order, self.workload.batch_size
-        return [order[begin : begin + size] for begin in range(0, len(order), size)]
-
-    @property
-    def ours(self) -> Path:
-        """The folder of our shards, which the ceiling reads."""
-        return self.stores / NAME
+    def __post_init__(self) -> None:
+        count, timed, size = self.workload.count, self.workload.timed, self.workload.batch_size
+        # the sample indices of one pass, in the same order for every row and round
+        self.order = random.Random(0).sample(range(count), timed)
+        self.batches = [self.order[begin : begin + size] for begin in range(0, timed, size)]
+        self.ours = self.stores / NAME  # our shards, which the ceiling reads
+        self._checksum = cache(lambda index: self.workload.checksum(self.samples[index]))  # as written
 
     def store(self, peer: Peer) -> Path:
         """Return the folder that a peer reads."""
         return self.stores / (peer.store or peer.name)
 
-    def rows(
-        self,
-        runs: Mapping[str, Callable[[], int]],
-        count: int | None = None,
-        stores: Mapping[str, Path] | None = None,
-        rewinds: Mapping[str, Callable[[], object]] | None = None,
-    ) -> Rows:
-        """Return rows that each see `count` samples (one pass) from the page cache.
+    def enter(self, manager: AbstractContextManager[Any]) -> Any:
+        """Enter a context manager until the end of the scenario."""
+        return self.stack.enter_context(manager)
 
-        Args:
-            stores: What is loaded into the page cache before a row, by its name; our shards by default.
-            rewinds: What else is prepared.
+    def new_folder(self, parent: str | Path | None = None) -> Path:
+        """Make a folder for the scenario, on the disk of the stores by default."""
+        return Path(self.enter(TemporaryDirectory(prefix="bench-", dir=parent or self.stores.parent)))
+
+    def rows(
+        self, runs: Mapping[str, Run], count: int = 0, store: Path | None = None, rewinds: Mapping[str, Any] = {}
+    ) -> Rows:
+        """Return rows that each see `count` samples (one pass by default) from the page cache.
+
+        Before a row, `store` is loaded there (by default its peer's store, or our shards), and its stream is rewound.
         """
-        stores = {peer.name: self.store(peer) for peer in self.peers} | dict(stores or {})
+        stores = {peer.name: self.store(peer) for peer in self.peers}
 
         def prepare(name: str) -> None:
-            page_cache.load(stores.get(name, self.ours))
-            if rewinds and name in rewinds:
+            page_cache.load(store or stores.get(name, self.ours))
+            if name in rewinds:
                 rewinds[name]()
 
         return {name: Timed(run, count or self.workload.timed, partial(prepare, name)) for name, run in runs.items()}
-
-    def refuse_ragged(self) -> None:
-        """Raise Skipped if samples of this workload need padding in batches."""
-        if self.workload.ragged:
-            raise Skipped("samples of different shapes need padding")
 
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
@@ -168,40 +159,21 @@ class Context:
                 raise
             self.missing[f"{self.workload.name}, {name}"] = f"{type(error).__name__}: {error}"
 
-    @contextmanager
     def ceilings(
-        self,
-        reads: dict[str, Callable[[Ranges, Sequence[int]], Callable[[], int]]],
-        num_slots: int,
-        order: Sequence[int] | None = None,
-        tensor: str | None = None,
-    ) -> Iterator[dict[str, Callable[[], int]]]:
-        """Yield functions that read our shards plainly into memory for `num_slots` samples, after a check of what they read."""
+        self, reads: Mapping[str, Any], num_slots: int, order: Sequence[int] = (), tensor: str | None = None
+    ) -> dict[str, Run]:
+        """Return methods of `Ranges` that read our shards into memory for `num_slots` samples; check what they read."""
         if not self.has_ceilings or not reads:
-            yield {}
-            return
-        order = self.order if order is None else order
-        with Ranges(self.ours, num_slots, tensor) as ranges:
-            runs = {name: read(ranges, order) for name, read in reads.items()}
-            ranges.check(order, self.samples)
-            yield runs
-
-    def drop(self, store: Path) -> None:
-        """Drop a store from the page cache."""
-        page_cache.drop(store)
-        if (part := page_cache.resident(store)) > 0.05:
-            raise Skipped(f"{part:.0%} of {store.name} stayed in the page cache; --folder must be on a real disk")
-
-    def _checksum(self, index: int) -> Any:
-        if index not in self.checksums:
-            self.checksums[index] = self.workload.checksum(self.samples[index])
-        return self.checksums[index]
+            return {}
+        ranges, order = self.enter(Ranges(self.ours, num_slots, tensor)), order or self.order
+        runs = {name: read(ranges, order) for name, read in reads.items()}
+        ranges.check(order, self.samples)
+        return runs
 
     def check(self, name: str, samples: Iterable[Any], indices: Iterable[int]) -> None:
         """Raise AssertionError unless `samples` are those of `indices`, in this order."""
         expected = [self._checksum(index) for index in indices]
-        if [self.workload.checksum(sample) for sample in islice(samples, len(expected))] != expected:
-            raise AssertionError(f"{name}: what was read is not what was written")
+        require([self.workload.checksum(sample) for sample in islice(samples, len(expected))] == expected, name)
 
     def check_any(self, name: str, samples: Iterable[Any]) -> list[int]:
         """Return the indices of samples in any order; raise AssertionError unless these have what was written."""
@@ -211,11 +183,5 @@ class Context:
             self.check(name, [sample], indices[-1:])
         return indices
 
-    def check_shuffled(self, name: str, samples: Iterable[Any]) -> None:
-        """Raise AssertionError unless these are the samples of one pass, each once, shuffled."""
-        indices = self.check_any(name, samples)
-        if not len(indices) == len(set(indices)) == self.workload.timed or indices == sorted(indices):
-            raise AssertionError(f"{name}: a sample was read twice, or nothing was shuffled")
 
-
-Scenario = Callable[[Context], AbstractContextManager[Rows]]
+Scenario = Callable[[Context], Rows]

@@ -38,12 +38,25 @@ def load(folder: Path) -> int:
     return nbytes
 
 
-def drop(folder: Path) -> None:
-    """Drop a folder's files from the page cache. They must be synced and not mapped."""
+def drop(folder: Path) -> float:
+    """Drop a folder's files, which must be synced and not mapped, from the page cache; return which part of it has stayed.
+
+    The part is that of the 16 largest files; 1.0 for a file system in memory.
+    """
     gc.collect()  # maps that are garbage hold their pages
     for path in _files(folder):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    cached = pages = 0
+    for path in sorted(_files(folder), key=lambda path: path.stat().st_size)[-16:]:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            flags = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+            address = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
+            if _LIBC.mincore(address, ctypes.c_size_t(len(mapped)), flags.ctypes):
+                raise OSError(ctypes.get_errno(), f"mincore of {path}")
+        cached += int((flags & 1).sum())
+        pages += len(flags)
+    return cached / max(pages, 1)
 
 
 def refill(folder: Path, by: str) -> None:
@@ -66,22 +79,6 @@ def refill(folder: Path, by: str) -> None:
             for begin in begins:
                 file.write(content[begin : begin + piece_nbytes])
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def resident(folder: Path) -> float:
-    """Return which fraction of a folder's 16 largest files is in memory; 1.0 for a file system in memory."""
-    cached = pages = 0
-    for path in sorted(_files(folder), key=lambda path: path.stat().st_size)[-16:]:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            flags = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
-            address = np.frombuffer(mapped, np.uint8).ctypes.data
-            if _LIBC.mincore(
-                ctypes.c_void_p(address), ctypes.c_size_t(len(mapped)), ctypes.c_void_p(flags.ctypes.data)
-            ):
-                raise OSError(ctypes.get_errno(), f"mincore of {path}")
-        cached += int((flags & 1).sum())
-        pages += len(flags)
-    return cached / max(pages, 1)
 
 
 def back_memory(path: Path, content: memoryview) -> None:

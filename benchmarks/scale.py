@@ -6,6 +6,7 @@ The samples of a step come from the orders of `tc.Loader`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,10 @@ def indices_of_ranks(order: Callable[[int, Any], Array], step: int, world_size: 
     return order(0, positions.ravel()).reshape(positions.shape)
 
 
-def _epoch_cells(shuffle: str, count: int, world_size: int, first_rank: int) -> list[str]:
+def _epoch_cells(shuffle: str, is_own: bool) -> list[str]:
     """Return the cells of a way: shards in use by a step of all ranks, requests per second for each, indexes of a rank."""
+    count, num_nodes, node = (PER_NODE, 1, 0) if is_own else (NUM_SAMPLES, NUM_NODES, _NODE)
+    world_size, first_rank = num_nodes * RANKS_PER_NODE, node * RANKS_PER_NODE
     order, num_shards, per_step = _order(shuffle, count, PER_SHARD, seed=1), count // PER_SHARD, BATCH * world_size
     middle = count // per_step // 2
     in_use = _num_shards(order(0, middle * per_step + np.arange(per_step)))
@@ -58,16 +61,11 @@ def _num_shards(indices: Array) -> int:
     return len(np.unique(indices // PER_SHARD))
 
 
-def node_hits(shuffle: str, is_own: bool, fits: float) -> float:
-    """Return the share of a node's samples in its third epoch that its cache still has.
+def _node_hits(shuffle: str, is_own: bool, fits: float) -> float:
+    """Return the share of a node's samples in its third epoch that its cache, with `fits` of an epoch's samples, still has.
 
     A small dataset: 20 nodes, 40 shards for each of 64 samples, in steps of a node. Like `cache_dir=`, the cache keeps the
     bytes that were read, and removes those of the shard that was used longest ago.
-
-    Args:
-        shuffle: Text of the argument `shuffle`.
-        is_own: True if each node opens its own shards.
-        fits: Size of the cache, as a share of what a node reads in an epoch.
     """
     per_shard, num_shards, num_nodes = 64, 40, 1 if is_own else 20
     count = per_shard * num_shards * num_nodes
@@ -90,16 +88,13 @@ def node_hits(shuffle: str, is_own: bool, fits: float) -> float:
 
 def tables() -> list[str]:
     """Return the markdown tables."""
-    epoch = [["an epoch of all nodes", "shards in use by a step", "requests/s for each", "indexes of a rank"]]
     sizes = (0.25, 0.5, 0.75, 1.0)
+    epoch = [["an epoch of all nodes", "shards in use by a step", "requests/s for each", "indexes of a rank"]]
     hits = [["size of the cache, by what a node reads in an epoch", *(f"{size:.0%}" for size in sizes)]]
-    ranks = {"all shards": (NUM_SAMPLES, NUM_NODES * RANKS_PER_NODE, _NODE * RANKS_PER_NODE)}
-    ranks["own shards"] = (PER_NODE, RANKS_PER_NODE, 0)
-    for name, of_node in ranks.items():
-        for shuffle in _SHUFFLES:
-            way, is_own = f"{name}, `shuffle={shuffle}`", name == "own shards"
-            epoch.append([way, *_epoch_cells(shuffle, *of_node)])
-            hits.append([way, *(f"{node_hits(shuffle, is_own, size) * 100:.3g}%" for size in sizes)])
+    for is_own, shuffle in product((False, True), _SHUFFLES):
+        way = f"{'own' if is_own else 'all'} shards, `shuffle={shuffle}`"
+        epoch.append([way, *_epoch_cells(shuffle, is_own)])
+        hits.append([way, *(f"{_node_hits(shuffle, is_own, size) * 100:.3g}%" for size in sizes)])
     return [markdown(epoch), markdown(hits)]
 
 

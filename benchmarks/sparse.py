@@ -28,18 +28,18 @@ def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
     holes in place of members. A sample holds its key, and its index in a tensor `x` of 32 bytes.
     """
     folder.mkdir(parents=True)
-    entries = [ShardEntry(f"{shard:06d}.tar", per_shard, 0) for shard in range(num_shards)]
+    paths = [folder / f"{shard:06d}.tar" for shard in range(num_shards)]
     for shard in (0, num_shards - 1):
-        with tc.ShardWriter(folder / entries[shard].url, manifest=False, dali_index=False, fsync=False) as writer:
+        with tc.ShardWriter(paths[shard], manifest=False, dali_index=False, fsync=False) as writer:
             for index in range(shard * per_shard, (shard + 1) * per_shard):
                 writer.write(key_of(index), {"x": torch.full((8,), index, dtype=torch.int32), "key": key_of(index)})
-    first = load_index(ShardFile(str(folder / entries[0].url)))
+    first = load_index(ShardFile(str(paths[0])))
     for shard in range(1, num_shards - 1):
         text = "".join(map(key_of, range(shard * per_shard, (shard + 1) * per_shard)))
         keys = Keys(np.frombuffer(text.encode(), np.uint8), first.keys.ends)
-        with (folder / entries[shard].url).open("wb") as file:
+        with paths[shard].open("wb") as file:
             file.seek(first.end + 1024)
             file.write(build_footer(replace(first, keys=keys)))
-    entries = [replace(entry, nbytes=(folder / entry.url).stat().st_size) for entry in entries]
-    counts = {entry.url: {"": per_shard} for entry in entries}
-    Manifest({entry.url: entry for entry in entries}, counts).write(str(folder / "manifest.json"), fsync=False)
+    entries = {path.name: ShardEntry(path.name, per_shard, path.stat().st_size) for path in paths}
+    counts = {name: {"": per_shard} for name in entries}
+    Manifest(entries, counts).write(str(folder / "manifest.json"), fsync=False)

@@ -13,9 +13,10 @@ import pytest
 
 import wds_tensorcache as tc
 from benchmarks.calls import acts, traced
-from benchmarks.ceiling import Ranges
+from benchmarks.ceiling import IN_FLIGHT, Ranges
 from benchmarks.harness import CEILING, Timed, interleaved
-from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS
+from benchmarks.peers import NAME
+from benchmarks.peers.ours import DECODED, LOADED, ONE_THREAD, READ, TWO_THREADS
 from benchmarks.scale import BATCH, RANKS_PER_NODE, indices_of_ranks
 from benchmarks.scale import tables as tables_of_scale
 from benchmarks.scenarios.dali import NATIVE, NESTED
@@ -45,7 +46,7 @@ def test_the_ceiling_reads_the_tensors(tmp_path: Path, name: str) -> None:
         with Ranges(tmp_path, 2, tensor) as ranges:
             reads = [
                 ranges.read,
-                ranges.read_by_threads,
+                partial(ranges.read, threads=IN_FLIGHT),
                 ranges.read_ahead,
                 ranges.copy,
                 partial(ranges.copy, threads=2),
@@ -102,8 +103,9 @@ def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_states_are_compared(tmp_path: Path) -> None:
     """This one with itself; each row checks the values that it reads."""
-    chosen = ("--base", ROOT, "--quick", "--folder", tmp_path, "--only", "450 KB x 32, 300 shards")
-    rows = [line.split(" | ") for line in _run(sys.executable, "-m", "benchmarks.core", *chosen).splitlines()[2:]]
+    chosen = ("--base", ROOT, "--quick", "--only", "450 KB x 32, 300 shards")
+    output = _run(sys.executable, "-m", "benchmarks.core", *chosen, TMPDIR=str(tmp_path))
+    rows = [line.split(" | ") for line in output.splitlines()[2:]]
     assert [row for _, row, *_ in rows] == [
         CEILING,
         *MAP_CEILINGS,

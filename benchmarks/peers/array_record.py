@@ -9,7 +9,7 @@ from typing import Any
 
 from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
 
-from benchmarks.peers.base import Peer, Reader, as_tensors, by_index
+from benchmarks.peers import Peer, Reader, as_arrays, as_tensors, by_index
 from benchmarks.workloads import Workload
 
 _FILE = "000000.array_record"
@@ -19,26 +19,24 @@ def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
     writer = ArrayRecordWriter(str(folder / _FILE), "group_size:1,uncompressed")
     for sample in samples:
         tensors, small = workload.split(sample)
-        writer.write(pickle.dumps(({name: tensor.numpy() for name, tensor in tensors.items()}, small), protocol=5))
+        writer.write(pickle.dumps((as_arrays(tensors), small), protocol=5))
     writer.close()
 
 
 def _open(folder: Path, workload: Workload) -> Reader:
     reader = ArrayRecordReader(str(folder / _FILE))
-    count = reader.num_records()
+    count, size = reader.num_records(), workload.batch_size
 
     def several(indices: Sequence[int]) -> list[Any]:
         parts = map(pickle.loads, reader.read(list(indices)))
         return [workload.nest(as_tensors(arrays), small) for arrays, small in parts]
 
     def samples() -> Iterator[Any]:
-        for begin in range(0, count, workload.batch_size):
-            yield from several(range(begin, min(begin + workload.batch_size, count)))
+        for begin in range(0, count, size):
+            yield from several(range(begin, min(begin + size, count)))
 
     operations = {"several": several, "samples": samples, "close": reader.close}
     return by_index(workload, count, lambda index: several([index])[0], **operations)
 
 
-def peers() -> list[Peer]:
-    """Return array_record's row."""
-    return [Peer(name="array_record + pickle", open=_open, write=_write)]
+PEERS = [Peer("array_record + pickle", _open, _write)]

@@ -11,27 +11,23 @@ from typing import Any
 import numpy as np
 from nvidia.dali import fn, pipeline_def
 
-from benchmarks.peers.base import SHUFFLED, Batch, Batches, Peer, Reader
+from benchmarks.peers import PYD, SHUFFLED, Batch, Batches, Peer, Reader
 from benchmarks.peers.webdataset import SHARD
 from benchmarks.workloads import Workload
 
 
-def _index(shard: Path) -> None:
-    with tarfile.open(shard, "r:") as tar:
-        lines = [f"pyd {member.offset_data} {member.size} {member.name}\n" for member in tar]
-    shard.with_suffix(".idx").write_text(f"v1.2 {len(lines)}\n{''.join(lines)}")
-
-
 def _open(folder: Path, workload: Workload) -> Reader:
-    shard, size = folder / SHARD, workload.batch_size
-    if not shard.with_suffix(".idx").exists():
-        _index(shard)
+    shard, index, size = folder / SHARD, folder / "000000.idx", workload.batch_size
+    if not index.exists():
+        with tarfile.open(shard, "r:") as tar:
+            lines = [f"pyd {member.offset_data} {member.size} {member.name}\n" for member in tar]
+        index.write_text(f"v1.2 {len(lines)}\n{''.join(lines)}")
 
-    @pipeline_def(batch_size=size, num_threads=2, device_id=None)  # type: ignore[untyped-decorator]
+    @pipeline_def(batch_size=size, num_threads=2, device_id=None)
     def pipeline() -> Any:
-        paths = {"paths": [str(shard)], "index_paths": [str(shard.with_suffix(".idx"))], "ext": ["pyd"]}
+        files = {"paths": [str(shard)], "index_paths": [str(index)], "ext": ["pyd"]}
         shuffle = {"random_shuffle": True, "initial_fill": SHUFFLED * size}
-        return fn.readers.webdataset(**paths, **shuffle, missing_component_behavior="error")
+        return fn.readers.webdataset(**files, **shuffle, missing_component_behavior="error")
 
     built: list[Any] = []
 
@@ -49,6 +45,4 @@ def _open(folder: Path, workload: Workload) -> Reader:
     return Reader(batches=batches, is_stream=True, rewind=rewind)
 
 
-def peers() -> list[Peer]:
-    """Return DALI's row."""
-    return [Peer(name="DALI, raw members", open=_open, store="webdataset .pyd")]
+PEERS = [Peer("DALI, raw members", _open, store=PYD)]

@@ -1,4 +1,4 @@
-"""Hugging Face `datasets`: one tensor of every sample, streamed from our shards on a server."""
+"""Hugging Face `datasets`: one tensor of every sample, streamed from our shards on a server. It has no other row."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import safetensors.torch
 import torch
 from datasets import disable_progress_bars, load_dataset
 
-from benchmarks.peers import NAME
-from benchmarks.peers.base import Peer
+from benchmarks.peers import NAME, Peer
 from benchmarks.workloads import Workload
 
 
@@ -21,6 +20,4 @@ def _over_http(url: str, store: Path, cache: Path, workload: Workload) -> Iterat
         yield int(sample["__key__"]), safetensors.torch.load(sample["safetensors"])[workload.one[1]]
 
 
-def peers() -> list[Peer]:
-    """Return its row, which is of servers alone."""
-    return [Peer(name="HF datasets", over_http=_over_http, store=NAME)]
+PEERS = [Peer("HF datasets", over_http=_over_http, store=NAME)]

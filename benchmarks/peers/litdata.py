@@ -13,7 +13,7 @@ from litdata.streaming import downloader
 from litdata.streaming.item_loader import PyTreeLoader
 from litdata.streaming.writer import BinaryWriter
 
-from benchmarks.peers.base import Peer, Reader, by_stream
+from benchmarks.peers import Peer, Reader, by_stream
 from benchmarks.workloads import Workload
 
 
@@ -31,31 +31,24 @@ def _open(folder: Path, workload: Workload) -> Reader:
     # By default it decodes eight large samples at a time, which helps in order alone.
     in_order = StreamingDataset(str(folder), shuffle=False)
     by_index = StreamingDataset(str(folder), shuffle=False, batch_decode=1)
-    shuffled = StreamingDataset(str(folder), shuffle=True, batch_decode=1)
+
+    def shuffled() -> Any:
+        return StreamingDataset(str(folder), shuffle=True, batch_decode=1)
 
     def nested(item: Any) -> Any:
-        return workload.nest({name: item[name] for name in workload.dtypes}, item["small"])
+        return workload.nest({name: item[name] for name in workload.names}, item["small"])
 
-    def loaders() -> dict[str, Any]:
-        options = {"batch_size": workload.batch_size, "shuffle": True}
-        return {
-            f", StreamingDataLoader, {count} workers": StreamingDataLoader(
-                StreamingDataset(str(folder), shuffle=True, batch_decode=1),
-                num_workers=count,
-                persistent_workers=count > 0,
-                **options,
-            ).__iter__
-            for count in (0, 2)
-        }
+    def loader(count: int) -> Any:
+        workers = {"num_workers": count, "persistent_workers": count > 0}
+        return StreamingDataLoader(shuffled(), batch_size=workload.batch_size, shuffle=True, **workers).__iter__
 
-    return by_stream(
-        workload,
-        lambda: map(nested, in_order),
-        lambda: map(nested, shuffled),
-        get=lambda index: nested(by_index[index]),
-        loaders=loaders,
-        close=_close,
-    )
+    stream = shuffled()
+    operations = {
+        "get": lambda index: nested(by_index[index]),
+        "loaders": lambda: {f", StreamingDataLoader, {count} workers": loader(count) for count in (0, 2)},
+        "close": _close,
+    }
+    return by_stream(workload, lambda: map(nested, in_order), lambda: map(nested, stream), **operations)
 
 
 def _close() -> None:
@@ -71,11 +64,8 @@ def _over_http(url: str, store: Path, cache: Path, workload: Workload) -> Iterat
     options = {"endpoint_url": url, "aws_access_key_id": "a", "aws_secret_access_key": "b"}
     bucket = f"s3://{store.name}"
     dataset = StreamingDataset(bucket, cache_dir=str(cache), storage_options=options, batch_decode=1)
-    name, _ = workload.one
     for index, sample in enumerate(dataset):  # at random, each sample would wait for a chunk
-        yield index, sample[name]
+        yield index, sample[workload.one[0]]
 
 
-def peers() -> list[Peer]:
-    """Return litdata's row."""
-    return [Peer(name="litdata", open=_open, write=_write, over_http=_over_http)]
+PEERS = [Peer("litdata", _open, _write, over_http=_over_http)]

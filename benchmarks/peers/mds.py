@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,36 +12,34 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.base import Peer, Reader, as_tensors, by_index
+from benchmarks.peers import Peer, Reader, as_arrays, as_tensors, by_index
 from benchmarks.workloads import Workload
 
 # The package's own __init__ imports what it has for pictures, and so torchvision, whose builds fit one build of torch.
-_found = importlib.util.find_spec("streaming")
-if _found is None:
+_spec = importlib.util.find_spec("streaming")
+if _spec is None:
     raise ModuleNotFoundError("No module named 'streaming'")
-sys.modules["streaming"] = types.ModuleType("streaming")
-sys.modules["streaming"].__path__ = list(_found.submodule_search_locations or [])
+sys.modules["streaming"] = importlib.util.module_from_spec(_spec)  # not run
 from streaming.base import MDSWriter, StreamingDataset  # noqa: E402
 from streaming.base.util import clean_stale_shared_memory  # noqa: E402
 
 
 def _write(folder: Path, workload: Workload, samples: Sequence[Any]) -> None:
-    arrays = {name: f"ndarray:{tensor.numpy().dtype}" for name, tensor in workload.split(samples[0])[0].items()}
-    with MDSWriter(out=str(folder), columns={**arrays, "small": "json"}) as writer:
+    columns = {name: f"ndarray:{array.dtype}" for name, array in as_arrays(workload.split(samples[0])[0]).items()}
+    with MDSWriter(out=str(folder), columns={**columns, "small": "json"}) as writer:
         for sample in samples:
             tensors, small = workload.split(sample)
-            writer.write({**{name: tensor.numpy() for name, tensor in tensors.items()}, "small": small})
+            writer.write({**as_arrays(tensors), "small": small})
 
 
 def _open(folder: Path, workload: Workload) -> Reader:
-    dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1)
+    dataset, size = StreamingDataset(local=str(folder), shuffle=False, batch_size=1), workload.batch_size
 
     def get(index: int) -> Any:
         item = dataset[index]
-        return workload.nest(as_tensors({name: item[name] for name in workload.dtypes}), item["small"])
+        return workload.nest(as_tensors({name: item[name] for name in workload.names}), item["small"])
 
     def loaders() -> dict[str, Any]:
-        size = workload.batch_size
         # With its default of 8 samples ahead, most of the time it sleeps.
         shuffled = StreamingDataset(local=str(folder), shuffle=True, batch_size=size, predownload=2 * workload.count)
         return {", DataLoader, 0 workers": DataLoader(shuffled, batch_size=size).__iter__}
@@ -55,11 +52,8 @@ def _over_http(url: str, store: Path, cache: Path, workload: Workload) -> Iterat
     os.environ["S3_ENDPOINT_URL"] = url
     clean_stale_shared_memory()
     dataset = StreamingDataset(remote=f"s3://{store.name}", local=str(cache), shuffle=False, batch_size=1)
-    name, _ = workload.one
     for index in range(len(dataset)):
-        yield index, torch.from_numpy(dataset[index][name])
+        yield index, torch.from_numpy(dataset[index][workload.one[0]])
 
 
-def peers() -> list[Peer]:
-    """Return the row of MDS."""
-    return [Peer(name="MDS", open=_open, write=_write, over_http=_over_http)]
+PEERS = [Peer("MDS", _open, _write, over_http=_over_http)]

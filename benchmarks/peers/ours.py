@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -12,40 +12,44 @@ from typing import Any
 import torch
 
 import wds_tensorcache as tc
-from benchmarks.peers import DECODED, LOADED, NAME, ONE_THREAD, READ, TWO_THREADS, VIEWS
-from benchmarks.peers.base import Batch, Batches, Peer, Reader, by_sample, unstack
+from benchmarks.peers import NAME, Batch, Batches, Peer, Reader, unstack
 from benchmarks.workloads import Tensors, Workload, tensor_at
+
+VIEWS = "tensorcache, views"
+ONE_THREAD = "tensorcache, 1 thread"
+TWO_THREADS = "tensorcache, 2 threads"
+READ = "tensorcache, small values read"
+DECODED = "tensorcache, 1 thread, small values read"
+LOADED = "tensorcache, Loader on 2 threads"
 
 _PREFETCHED = 2  # batches that the Loader reads ahead; epochs by read_batch keep as many alive
 
 
-def _write(folder: Path, workload: Workload, samples: Sequence[Any], *, fsync: bool) -> None:
-    with tc.ShardWriter(folder / "%06d.tar", fsync=fsync, max_samples=50_000) as writer:
+def write(
+    folder: Path, workload: Workload, samples: Iterable[Any], max_samples: int = 50_000, fsync: bool = False
+) -> None:
+    """Write samples into shards, with their indices as keys."""
+    with tc.ShardWriter(folder / "%06d.tar", fsync=fsync, max_samples=max_samples) as writer:
         for index, sample in enumerate(samples):
             writer.write(f"{index:08d}", sample)
-
-
-def _collate(workload: Workload) -> Any:
-    return "pad" if workload.ragged else "stack"
 
 
 def as_batch(workload: Workload, read: Any) -> Batch:
     """Return a batch of `read_batch` or `Loader`."""
     tensors, small = workload.split(read)
-    return Batch(len(tensors[workload.one[0]]), lambda: unstack(workload, tensors, by_sample(small)))
+    return Batch(len(tensors[workload.one[0]]), lambda: unstack(workload, tensors, small))
 
 
 def _open(
     folder: Path,
     workload: Workload,
-    *,
+    only: Sequence[str] = ("samples", "get", "batches", "ones"),
     threads: int | None = None,
     decoded: bool = False,
-    only: Sequence[str] = ("samples", "get", "batches", "ones"),
 ) -> Reader:
     """Open shards for some operations; `decoded` reads all small values of a batch, too."""
     opened = tc.open(folder, num_threads=threads)
-    collate, path, size = _collate(workload), workload.one[1], workload.batch_size
+    path, size, collate = workload.one[1], workload.batch_size, "pad" if workload.ragged else "stack"
 
     def batch(indices: Sequence[int]) -> Batch:
         read = opened.read_batch(indices, collate=collate)
@@ -88,35 +92,27 @@ def _open_views(folder: Path, workload: Workload) -> Reader:
 def _open_loader(folder: Path, workload: Workload) -> Reader:
     """Open shards, and a `Loader` on two threads, which shuffles; its epochs follow each other."""
     opened = tc.open(folder)
-    options = {"shuffle": True, "last_batch": "drop", "collate": _collate(workload)}
+    options = {"shuffle": True, "last_batch": "drop", "collate": "pad" if workload.ragged else "stack"}
     loader = tc.Loader(opened, workload.batch_size, num_threads=2, prefetch_batches=_PREFETCHED, **options)
 
     def batches(sizes: Batches) -> Iterator[Batch]:
         endless = chain.from_iterable(repeat(loader))
         return (as_batch(workload, read) for read in islice(endless, len(sizes)))
 
-    def loaders() -> dict[str, Any]:
-        return {"": lambda: (workload.split(read)[0] for read in loader)}
-
     def close() -> None:
         loader.close()
         opened.close()
 
-    return Reader(batches=batches, is_stream=True, loaders=loaders, close=close)
+    loaders = {"": lambda: (workload.split(read)[0] for read in loader)}
+    return Reader(batches=batches, is_stream=True, loaders=lambda: loaders, close=close)
 
 
-def peers() -> list[Peer]:
-    """Return our rows."""
-    write, write_synced = partial(_write, fsync=False), partial(_write, fsync=True)
-    options = {
-        ONE_THREAD: {"threads": 1, "only": ["batches"]},
-        TWO_THREADS: {"threads": 2, "only": ["batches", "loaders"]},
-        READ: {"decoded": True, "only": ["batches"]},
-        DECODED: {"threads": 1, "decoded": True, "only": ["batches"]},
-    }
-    return [
-        Peer(name=NAME, open=_open, write=write, write_synced=write_synced),
-        Peer(name=VIEWS, open=_open_views, store=NAME),
-        Peer(name=LOADED, open=_open_loader, store=NAME),
-        *(Peer(name=name, open=partial(_open, **chosen), store=NAME) for name, chosen in options.items()),
-    ]
+PEERS = [
+    Peer(NAME, _open, write, partial(write, fsync=True)),
+    Peer(VIEWS, _open_views, store=NAME),
+    Peer(LOADED, _open_loader, store=NAME),
+    Peer(ONE_THREAD, partial(_open, only=["batches"], threads=1), store=NAME),
+    Peer(TWO_THREADS, partial(_open, only=["batches", "loaders"], threads=2), store=NAME),
+    Peer(READ, partial(_open, only=["batches"], decoded=True), store=NAME),
+    Peer(DECODED, partial(_open, only=["batches"], threads=1, decoded=True), store=NAME),
+]

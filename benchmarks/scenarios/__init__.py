@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.harness import Scenario
 from benchmarks.scenarios import (
     dali,
@@ -22,7 +24,7 @@ SCENARIOS: dict[str, Scenario] = {
     # functools.lru_cache), and mapped files cannot be dropped from the page cache.
     "batch_cold": reading.batch_cold,
     "write": writing.write,
-    "write_fsync": writing.write_fsync,
+    "write_fsync": partial(writing.write, fsync=True),
     "import": importing.importing,
     "open": reading.opened,
     "iterate_lazy": reading.iterate_lazy,
@@ -42,5 +44,9 @@ SCENARIOS: dict[str, Scenario] = {
     "loader_gpu": gpu.loader_gpu,
 }
 
-# Scenarios with one run in all: the workload that it belongs to.
-ONLY = {"import": "diffusion", "many_shards": "features", "shared": "diffusion", "remote": "diffusion"}
+# Scenarios with one run in all, and those with batches that are not padded: their workloads.
+ONLY = {
+    **dict.fromkeys(("import", "shared", "remote"), ("diffusion",)),
+    "many_shards": ("features",),
+    **dict.fromkeys(("worker_handoff", "loader", "dali_cpu", "dali_gpu", "loader_gpu"), ("diffusion", "features")),
+}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -14,12 +12,13 @@ import numpy as np
 import webdataset as wds
 import xxhash
 
+import dali_plugin
 import wds_tensorcache as tc
-from benchmarks.harness import Context, Rows
-from benchmarks.peers.base import SHUFFLED
+from benchmarks.harness import Context, Rows, require
+from benchmarks.peers import PYD, SHUFFLED, as_arrays
 from benchmarks.peers.ours import as_batch
-from benchmarks.peers.webdataset import SHARD
-from benchmarks.scenarios.gpu import THREADS, batch_size, check, long_epoch, rows_of_batches
+from benchmarks.peers.webdataset import SHARD, shuffle, stream
+from benchmarks.scenarios.gpu import THREADS, check, long_epoch, rows_of_batches
 
 OURS = "tensorcache nodes"
 NESTED = "tensorcache nodes, nested batches"
@@ -28,118 +27,91 @@ RAW = "fn.readers.webdataset, raw members"
 PYD_SOURCE = "webdataset .pyd as external source"
 
 
-def _definitions(cache: Any, folder: Path, fill: int, device: str, **nodes: Any) -> dict[str, Callable[[], Any]]:
-    """Return functions that define the outputs of a pipeline.
-
-    Args:
-        cache: Cache of the shards in `folder`.
-        fill: Samples in the buffer that shuffles a stream.
-        device: Device of the batches.
-        nodes: Further options of `dali_plugin.fn.tensorcache`.
-    """
-    from nvidia.dali import fn
-
-    import dali_plugin
-
-    shards = sorted(map(str, folder.glob("*.tar")))
-    indexes = [path.replace(".tar", ".idx") for path in shards]
-
-    def raw() -> Any:
-        shuffle = {"random_shuffle": True, "initial_fill": fill, "missing_component_behavior": "error"}
-        files = {"paths": shards, "index_paths": indexes, "ext": ["skel.pyd", "safetensors"]}
-        members = fn.readers.webdataset(**files, **shuffle)
-        return tuple(member.gpu() if device == "gpu" else member for member in members)
-
-    return {
-        OURS: lambda: dali_plugin.fn.tensorcache(cache, shuffle=True, device=device, **nodes),
-        NATIVE: lambda: dali_plugin.fn.native_reader(cache, shuffle=True, initial_fill=fill, device=device),
-        RAW: raw,
-    }
-
-
-def _build(definition: Callable[[], Any], **options: Any) -> Any:
+def _build(options: dict[str, Any], reader: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
+    """Build a pipeline with these options that only reads."""
     from nvidia.dali import pipeline_def
 
-    pipe = pipeline_def(**options)(definition)()
+    pipe = pipeline_def(**options)(lambda: reader(*args, **arguments))()
     pipe.build()
     return pipe
 
 
-def _nested(definitions: dict[str, Callable[[], Any]], **options: Any) -> dict[str, Iterator[Any]]:
-    """Return the endless nested batches of our two readers."""
-    from dali_plugin import TensorCacheIterator
+def _raw(folder: Path, fill: int, device: str) -> tuple[Any, ...]:
+    from nvidia.dali import fn
 
-    pipes = {NESTED: _build(definitions[OURS], **options), NATIVE: _build(definitions[NATIVE], **options)}
-    return {name: chain.from_iterable(repeat(TensorCacheIterator(pipe))) for name, pipe in pipes.items()}
+    shards = sorted(map(str, folder.glob("*.tar")))
+    files = {"paths": shards, "index_paths": [path.replace(".tar", ".idx") for path in shards]}
+    shuffled = {"random_shuffle": True, "initial_fill": fill, "missing_component_behavior": "error"}
+    members = fn.readers.webdataset(ext=["skel.pyd", "safetensors"], **files, **shuffled)
+    return tuple(member.gpu() if device == "gpu" else member for member in members)
 
 
-@contextmanager
-def dali_gpu(context: Context) -> Iterator[Rows]:
-    """Measure shuffled batches of 64, until every byte is in the GPU's memory."""
-    is_dry, size = context.gpu == "cpu", batch_size(context)
-    options = {
-        "batch_size": size,
-        "num_threads": THREADS,
-        "prefetch_queue_depth": 4,
-        "device_id": None if is_dry else 0,
+def _nested(
+    context: Context, options: dict[str, Any], cache: Any, fill: int, device: str, **nodes: int
+) -> dict[str, Any]:
+    """Return the endless nested batches of our two readers, whose first one is checked."""
+    shuffled = {"shuffle": True, "device": device}
+    pipes = {
+        NESTED: _build(options, dali_plugin.fn.tensorcache, cache, **shuffled, **nodes),
+        NATIVE: _build(options, dali_plugin.fn.native_reader, cache, initial_fill=fill, **shuffled),
     }
-    nodes = {"num_threads": THREADS, "prefetch_batches": THREADS}
-    with long_epoch(context) as (folder, cache):
-        definitions = _definitions(cache, folder, 4 * size, "cpu" if is_dry else "gpu", **nodes)
-        batches = _nested(definitions, **options)
-        runs: dict[str, Callable[[], Any]] = {name: partial(next, iterator) for name, iterator in batches.items()}
-        for name, run in runs.items():
-            check(context, name, run(), context.gpu)
-        with rows_of_batches(context, runs | {RAW: _build(definitions[RAW], **options).run}) as rows:
-            yield rows
+    endless = {name: chain.from_iterable(repeat(dali_plugin.TensorCacheIterator(pipe))) for name, pipe in pipes.items()}
+    for name, batches in endless.items():
+        check(context, name, next(batches), "cuda" if device == "gpu" else "cpu")
+    return endless
 
 
-@contextmanager
-def dali_cpu(context: Context) -> Iterator[Rows]:
+def dali_gpu(context: Context) -> Rows:
+    """Measure shuffled batches of 64, until every byte is in the GPU's memory."""
+    folder, cache, size = long_epoch(context)
+    device = "cpu" if context.gpu == "cpu" else "gpu"
+    options = {"batch_size": size, "num_threads": THREADS, "prefetch_queue_depth": 4}
+    options["device_id"] = None if device == "cpu" else 0
+    batches = _nested(context, options, cache, 4 * size, device, num_threads=THREADS, prefetch_batches=THREADS)
+    runs: dict[str, Callable[[], Any]] = {name: partial(next, endless) for name, endless in batches.items()}
+    return rows_of_batches(context, size, runs | {RAW: _build(options, _raw, folder, 4 * size, device).run})
+
+
+def dali_cpu(context: Context) -> Rows:
     """Measure shuffled batches, one byte of each page used. Raw members stay undecoded."""
     workload, size = context.workload, context.workload.batch_size
-    context.refuse_ragged()
-    num_batches = workload.timed // size
+    num_batches, fill = workload.timed // size, SHUFFLED * size
     options = {"batch_size": size, "num_threads": 2, "device_id": None}
-    with tc.open(context.ours) as cache:
-        definitions = _definitions(cache, context.ours, SHUFFLED * size, "cpu")
-        nested = _nested(definitions, **options)
-        if (context.stores / "webdataset .pyd" / SHARD).exists():  # that peer takes part
-            from nvidia.dali import fn
+    cache = context.enter(tc.open(context.ours))
+    nested = _nested(context, options, cache, fill, "cpu")
+    pipes = {OURS: _build(options, dali_plugin.fn.tensorcache, cache, shuffle=True)}
+    pipes[RAW] = _build(options, _raw, context.ours, fill, "cpu")
+    if (context.stores / PYD / SHARD).exists():  # that peer takes part
+        from nvidia.dali import fn
 
-            source = {"source": _batches_of_pyd(context), "num_outputs": len(workload.dtypes), "batch": True}
-            definitions[PYD_SOURCE] = lambda: tuple(fn.external_source(**source))
-        del definitions[NATIVE]
-        flat = {name: _outputs(_build(definition, **options)) for name, definition in definitions.items()}
-        for name, batches in nested.items():
-            check(context, name, next(batches), "cpu")
-        written = {_key(workload.split(sample)[0].values()) for sample in context.samples}
-        for name, batches in flat.items():
-            rows = [_key(_tensors(name, next(batches), row, context)) for row in range(size)]
-            if not written.issuperset(rows):
-                raise AssertionError(f"{name}: what was read is not what was written")
+        source = {"source": _batches_of_pyd(context), "num_outputs": len(workload.names), "batch": True}
+        pipes[PYD_SOURCE] = _build(options, lambda: tuple(fn.external_source(**source)))
+    flat = {name: _outputs(pipe) for name, pipe in pipes.items()}
+    written = {_key(workload.split(sample)[0].values()) for sample in context.samples}
+    for name, batches in flat.items():
+        keys = [_key(_tensors(name, next(batches), row, context)) for row in range(size)]
+        require(written.issuperset(keys), name)
 
-        def use_nested(batch: Any) -> int:
-            workload.touch(batch)
-            return as_batch(workload, batch).count
+    def use_nested(batch: Any) -> int:
+        workload.touch(batch)
+        return as_batch(workload, batch).count
 
-        def run(batches: Iterator[Any], use: Callable[[Any], int]) -> int:
-            return sum(map(use, islice(batches, num_batches)))
+    def run(batches: Iterator[Any], use: Callable[[Any], int]) -> int:
+        return sum(map(use, islice(batches, num_batches)))
 
-        runs = {name: partial(run, batches, use_nested) for name, batches in nested.items()}
-        runs |= {name: partial(run, batches, _use_outputs) for name, batches in flat.items()}
-        yield context.rows(runs, num_batches * size)
+    runs = {name: partial(run, batches, use_nested) for name, batches in nested.items()}
+    runs |= {name: partial(run, batches, _use_outputs) for name, batches in flat.items()}
+    return context.rows(runs, num_batches * size)
 
 
 def _batches_of_pyd(context: Context) -> Iterator[tuple[Any, ...]]:
     """Yield batches of an endless stream as arrays, as DALI's users write it."""
-    size, batch = context.workload.batch_size, []
-    shard = wds.SimpleShardList(str(context.stores / "webdataset .pyd" / SHARD))
+    workload, batch = context.workload, []
     while True:
-        buffered = wds.shuffle(SHUFFLED * size, initial=SHUFFLED * size, rng=random.Random(0))
-        for sample in wds.DataPipeline(shard, wds.tarfile_to_samples(), buffered, wds.decode()):
-            batch.append([tensor.numpy() for tensor in context.workload.split(sample["pyd"])[0].values()])
-            if len(batch) == size:
+        stages = wds.tarfile_to_samples(), shuffle(workload), wds.decode()
+        for sample in stream(context.stores / PYD / SHARD, *stages):
+            batch.append(as_arrays(workload.split(sample["pyd"])[0]).values())
+            if len(batch) == workload.batch_size:
                 yield tuple(np.stack(column) for column in zip(*batch, strict=True))
                 batch = []
 
@@ -172,4 +144,4 @@ def _tensors(name: str, outputs: Any, row: int, context: Context) -> list[Any]:
     if name == RAW:
         sample = tc.decode_sample(*(array.tobytes() for array in arrays))
         return [tensor.load() for tensor in context.workload.split(sample)[0].values()]
-    return arrays[: len(context.workload.dtypes)]  # after our tensors come the sample indices
+    return arrays[: len(context.workload.names)]  # after our tensors come the sample indices

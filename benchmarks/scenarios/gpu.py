@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 import wds_tensorcache as tc
-from benchmarks.harness import CEILING, Context, Rows, Skipped
+from benchmarks.harness import CEILING, Context, Rows, Skipped, require
 from benchmarks.peers.ours import as_batch
 
 PINNED_COPY = f"{CEILING}: copy from pinned memory"
@@ -30,65 +28,55 @@ _TIMED = 1024
 _LINKS = 8  # an epoch has as many times the samples; at the end of each one, batches that are read ahead run out
 
 
-@contextmanager
-def loader_gpu(context: Context) -> Iterator[Rows]:
+def loader_gpu(context: Context) -> Rows:
     """Measure batches without DALI: `read_batch` alone, and a `Loader` that reads ahead."""
-    with long_epoch(context) as (_, cache), ExitStack() as stack:
-        order, size = tc.EpochOrder(len(cache), seed=0), batch_size(context)
-        batches = [order(0, range(at, at + size)) for at in range(0, len(cache) - size + 1, size)]
-        endless = chain.from_iterable(repeat(batches))
-        options = {"num_threads": THREADS, "prefetch_batches": THREADS, "device": context.gpu}
-        loader = stack.enter_context(tc.Loader(cache, size, shuffle=True, last_batch="drop", **options))
-        runs = {
-            "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device=context.gpu),
-            AHEAD: partial(next, chain.from_iterable(repeat(loader))),
-        }
-        for name, run in runs.items():
-            check(context, name, run(), context.gpu)
-        yield stack.enter_context(rows_of_batches(context, runs))
+    _, cache, size = long_epoch(context)
+    order = tc.EpochOrder(len(cache), seed=0)
+    batches = [order(0, range(at, at + size)) for at in range(0, len(cache) - size + 1, size)]
+    endless = chain.from_iterable(repeat(batches))
+    options = {"num_threads": THREADS, "prefetch_batches": THREADS, "device": context.gpu}
+    loader = context.enter(tc.Loader(cache, size, shuffle=True, last_batch="drop", **options))
+    runs = {
+        "read_batch(device='cuda')": lambda: cache.read_batch(next(endless), device=context.gpu),
+        AHEAD: partial(next, chain.from_iterable(repeat(loader))),
+    }
+    for name, run in runs.items():
+        check(context, name, run(), context.gpu)
+    return rows_of_batches(context, size, runs)
 
 
-def batch_size(context: Context) -> int:
-    """Return the samples of a batch."""
-    return 8 if context.gpu == "cpu" else _BATCH
-
-
-@contextmanager
-def long_epoch(context: Context) -> Iterator[tuple[Path, Any]]:
-    """Open a folder in which each of our shards has several names; skip the scenario where it cannot run."""
+def long_epoch(context: Context) -> tuple[Path, Any, int]:
+    """Return a folder in which each of our shards has several names, its cache, and the samples of a batch."""
     if context.gpu == "cuda" and not torch.cuda.is_available():
         raise Skipped(f"torch {torch.__version__} sees no CUDA device")
-    context.refuse_ragged()
-    with TemporaryDirectory(dir=context.scratch) as folder:
-        for link in range(_LINKS):
-            for path in (*context.ours.glob("*.tar"), *context.ours.glob("*.idx")):
-                os.link(path, Path(folder, f"{link}-{path.name}"))
-        with tc.open(folder, num_threads=THREADS) as cache:
-            yield Path(folder), cache
+    folder = context.new_folder()
+    for link in range(_LINKS):
+        for path in (*context.ours.glob("*.tar"), *context.ours.glob("*.idx")):
+            os.link(path, folder / f"{link}-{path.name}")
+    return folder, context.enter(tc.open(folder, num_threads=THREADS)), 8 if context.gpu == "cpu" else _BATCH
 
 
-@contextmanager
-def rows_of_batches(context: Context, runs: dict[str, Callable[[], Any]]) -> Iterator[Rows]:
-    """Yield rows of functions that put a batch into the GPU's memory, beside plain copies."""
-    is_dry, size = context.gpu == "cpu", batch_size(context)
+def rows_of_batches(context: Context, size: int, runs: dict[str, Callable[[], Any]]) -> Rows:
+    """Return rows of functions that put a batch into the GPU's memory, beside plain copies."""
+    is_dry = context.gpu == "cpu"
     count = 4 if is_dry else _TIMED
     nbytes = size * sum(tensor.nbytes for tensor in context.workload.split(context.samples[0])[0].values())
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=not is_dry)
 
     def timed(run: Callable[[], Any]) -> int:
-        for _ in islice(repeat(None), count):
+        for _ in range(count):
             run()
         if not is_dry:
             torch.cuda.synchronize()
         return count * size
 
-    with closing(_read_and_copied(context, nbytes)) as cached:
-        ceilings = {PINNED_COPY: lambda: host.to(context.gpu, non_blocking=True), CACHED_COPY: partial(next, cached)}
-        runs = ceilings | runs
-        yield context.rows({name: partial(timed, run) for name, run in runs.items()}, count * size)
+    cached = _read_and_copied(context, nbytes)
+    context.stack.callback(cached.close)
+    ceilings = {PINNED_COPY: lambda: host.to(context.gpu, non_blocking=True), CACHED_COPY: partial(next, cached)}
+    return context.rows({name: partial(timed, run) for name, run in (ceilings | runs).items()}, count * size)
 
 
-def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None]:
+def _read_and_copied(context: Context, nbytes: int) -> Iterator[Any]:
     """Yield tensors on the GPU: as many bytes as a batch has, from random places of a shard, in one read each."""
     path = min(context.ours.glob("*.tar"))
     last, generator = path.stat().st_size - nbytes, random.Random(0)
@@ -96,31 +84,25 @@ def _read_and_copied(context: Context, nbytes: int) -> Generator[Any, None, None
 
     def read(begin: int) -> tuple[Any, Any]:
         host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=stream is not None)
-        if os.preadv(file, [host.numpy()], begin) != nbytes:
-            raise AssertionError(f"{path}: read less than {nbytes} bytes")
+        require(os.preadv(file.fileno(), [host.numpy()], begin) == nbytes, CACHED_COPY, "a read was short")
         with torch.cuda.stream(stream):  # None does nothing
             return host.to(context.gpu, non_blocking=True), stream and stream.record_event()
 
-    file = os.open(path, os.O_RDONLY)
-    try:
-        with ThreadPoolExecutor(THREADS) as pool:
-            waiting = deque(pool.submit(read, generator.randint(0, last)) for _ in range(2 * THREADS))
-            while True:
-                moved, event = waiting.popleft().result()
-                waiting.append(pool.submit(read, generator.randint(0, last)))
-                if event is not None:
-                    torch.cuda.current_stream().wait_event(event)
-                    moved.record_stream(torch.cuda.current_stream())
-                yield moved
-    finally:
-        os.close(file)
+    with path.open("rb") as file, ThreadPoolExecutor(THREADS) as pool:
+        waiting = deque(pool.submit(read, generator.randint(0, last)) for _ in range(2 * THREADS))
+        while True:
+            moved, event = waiting.popleft().result()
+            waiting.append(pool.submit(read, generator.randint(0, last)))
+            if event is not None:
+                torch.cuda.current_stream().wait_event(event)
+                moved.record_stream(torch.cuda.current_stream())
+            yield moved
 
 
 def check(context: Context, name: str, batch: Any, device: str) -> None:
     """Raise AssertionError unless a nested batch is on the device and equals the samples as written."""
     workload = context.workload
     tensors, small = workload.split(batch)
-    if {tensor.device.type for tensor in tensors.values()} != {device}:
-        raise AssertionError(f"{name}: not on {device}")
+    require({tensor.device.type for tensor in tensors.values()} == {device}, name, f"not on {device}")
     on_host = workload.nest({key: tensor.cpu() for key, tensor in tensors.items()}, small)
     context.check_any(name, as_batch(workload, on_host).samples())

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -18,35 +15,35 @@ import torch
 
 import wds_tensorcache as tc
 from benchmarks import page_cache
-from benchmarks.harness import CEILING, Context, Rows, Timed, in_new_process
+from benchmarks.harness import CEILING, Context, Rows, Timed, in_new_process, require
 from benchmarks.peers import NAME
 
 _NUM_FILES = 2000
 _NUM_WORKERS = 2
 _PIECE_NBYTES = 1 << 18
 _SHAPE = (16, 8, 1754)  # of kohya's latents: the elements of all tensors of a sample
-KINDS = (".npz", ".pt", ".safetensors")
-IMPORTED = f"{NAME}, "  # before the kind
-IMPORT_CEILING = f"{CEILING}, read and write "
+# of each kind: the ceiling, and ours
+ROWS = {kind: (f"{CEILING}, read and write {kind}", f"{NAME}, {kind}") for kind in (".npz", ".pt", ".safetensors")}
 
 
-@contextmanager
-def importing(context: Context) -> Iterator[Rows]:
+def importing(context: Context) -> Rows:
     """Measure the import of one folder of each kind, until its shards are on disk.
 
     The ceiling: two threads read each file whole, and write its bytes into one file each, which they sync.
     """
     count = context.workload.count if context.is_quick else _NUM_FILES
     samples = [context.workload.split(context.samples[i % len(context.samples)])[0] for i in range(count)]
-    with TemporaryDirectory(dir=context.scratch) as folder:
-        rows = [_rows(Path(folder), kind, samples) for kind in KINDS]
-        yield {name: row for of_kind in rows for name, row in of_kind.items()}
+    rows: Rows = {}
+    for kind in ROWS:
+        rows |= _rows(context.new_folder(), kind, samples)
+    return rows
 
 
 def _rows(folder: Path, kind: str, samples: list[dict[str, torch.Tensor]]) -> Rows:
-    source, out, count = folder / f"import{kind}", folder / "imported", len(samples)
+    (plain, imported), source, out, count = ROWS[kind], folder / "source", folder / "imported", len(samples)
     source.mkdir()
     paths = [_write(source, index, kind, tensors) for index, tensors in enumerate(samples)]
+    parts = [(out / f"{part}", paths[part::_NUM_WORKERS]) for part in range(_NUM_WORKERS)]
 
     def prepare() -> None:
         shutil.rmtree(out, ignore_errors=True)
@@ -60,17 +57,18 @@ def _rows(folder: Path, kind: str, samples: list[dict[str, torch.Tensor]]) -> Ro
 
     def ceiling() -> int:
         with ThreadPoolExecutor(_NUM_WORKERS) as pool:
-            parts = range(_NUM_WORKERS)
-            return sum(pool.map(lambda part: _copy(paths[part::_NUM_WORKERS], out / f"{part}"), parts))
+            return sum(pool.map(_copy, *zip(*parts, strict=True)))
 
     page_cache.sync(source)
     ours()
-    _check(out / "shards", kind, samples)
+    with tc.open(out / "shards") as cache:
+        for sample, tensors in zip(cache, samples, strict=True):
+            read = {name: tc.realize(sample[name]) for name in (["latents"] if kind == ".npz" else tensors)}
+            require(_flat(read).tobytes() == _flat(tensors).tobytes(), imported)
     ceiling()
-    for part in range(_NUM_WORKERS):
-        if (out / f"{part}").read_bytes() != b"".join(path.read_bytes() for path in paths[part::_NUM_WORKERS]):
-            raise AssertionError(f"{IMPORT_CEILING}{kind}: what was written is not what was read")
-    return {IMPORT_CEILING + kind: Timed(ceiling, count, prepare), IMPORTED + kind: ours}
+    for target, sources in parts:
+        require(target.read_bytes() == b"".join(path.read_bytes() for path in sources), plain)
+    return {plain: Timed(ceiling, count, prepare), imported: ours}
 
 
 def _import(source: Path, out: Path, count: int) -> float:
@@ -79,8 +77,7 @@ def _import(source: Path, out: Path, count: int) -> float:
     started = time.perf_counter()
     report = import_cache(source, out, num_workers=_NUM_WORKERS)
     elapsed = time.perf_counter() - started
-    if report.num_written != count:
-        raise AssertionError(f"{source}: {count} files became another number of samples")
+    require(report.num_written == count, f"{source}", f"{count} files became another number of samples")
     return elapsed / count * 1e6
 
 
@@ -101,7 +98,7 @@ def _write(folder: Path, index: int, kind: str, tensors: dict[str, torch.Tensor]
     return path
 
 
-def _copy(paths: list[Path], target: Path) -> int:
+def _copy(target: Path, paths: list[Path]) -> int:
     """Copy files into one file, and wait until it is on disk; return how many were read whole."""
     memory = memoryview(bytearray(max(path.stat().st_size for path in paths)))
     count = 0
@@ -114,12 +111,3 @@ def _copy(paths: list[Path], target: Path) -> int:
                 written.write(memory[begin : min(begin + _PIECE_NBYTES, nbytes)])
         os.fsync(written.fileno())
     return count
-
-
-def _check(folder: Path, kind: str, samples: list[dict[str, torch.Tensor]]) -> None:
-    """Raise AssertionError unless the imported samples have the bytes of the files."""
-    with tc.open(folder) as cache:
-        for sample, tensors in zip(cache, samples, strict=True):
-            read = {name: tc.realize(sample[name]) for name in (["latents"] if kind == ".npz" else tensors)}
-            if not np.array_equal(_flat(read).view(np.uint8), _flat(tensors).view(np.uint8)):
-                raise AssertionError(f"{IMPORTED}{kind}: what was imported is not what was written")

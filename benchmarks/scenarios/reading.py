@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks import page_cache
 from benchmarks.ceiling import IN_FLIGHT, Ranges
-from benchmarks.harness import CEILING, Context, Rows, Timed
-from benchmarks.peers.base import Batch, Peer, Reader
+from benchmarks.harness import CEILING, Context, Rows, Run, Skipped, Timed, require
+from benchmarks.peers import Batches, Peer, Reader
 from benchmarks.workloads import Tensors
 
 COLD_CEILINGS = (f"{CEILING}, {IN_FLIGHT} threads", f"{CEILING}, WILLNEED {IN_FLIGHT} ahead")
-_Check = Callable[[Context, str, Reader], None]  # raises AssertionError if the reader of this name reads wrong values
 MAP_CEILINGS = (f"{CEILING}, copies out of maps", f"{CEILING}, copies out of maps on 2 threads")
 
 
-@contextmanager
-def opened(context: Context) -> Iterator[Rows]:
+def opened(context: Context) -> Rows:
     """Measure opening, reading sample 0 and its small values, and closing: microseconds in total, not per sample."""
 
-    def first(reader: Reader) -> object:
+    def first(reader: Reader) -> Any:
         return reader.get(0) if reader.get else next(iter(reader.samples()))
 
     def run(peer: Peer) -> int:
@@ -34,178 +33,133 @@ def opened(context: Context) -> Iterator[Rows]:
         reader.close()
         return 1
 
-    def check(context: Context, name: str, reader: Reader) -> None:
-        context.check(name, [first(reader)], [0])
-
-    with _readers(context, "samples", check) as readers:
-        pass
-    yield context.rows({peer.name: partial(run, peer) for peer in context.peers if peer.name in readers}, 1)
+    names = set(_readers(context, "samples", lambda name, reader: context.check(name, [first(reader)], [0])))
+    context.stack.close()
+    return context.rows({peer.name: partial(run, peer) for peer in context.peers if peer.name in names}, 1)
 
 
-def iterate_lazy(context: Context) -> AbstractContextManager[Rows]:
+def iterate_lazy(context: Context) -> Rows:
     """Measure every sample in order, its structure and small values decoded, no tensor used."""
-
-    def run(reader: Reader) -> int:
-        return _count(islice(reader.samples(), context.workload.timed))
-
-    return _rows(context, "samples", _check_in_order, run)
+    return _rows(context, "samples", lambda reader: _count(islice(reader.samples(), context.workload.timed)))
 
 
-def iterate_touch(context: Context) -> AbstractContextManager[Rows]:
+def iterate_touch(context: Context) -> Rows:
     """Measure every sample in order, one byte used of each page of its tensors."""
-    order = range(context.workload.timed)
-
-    def run(reader: Reader) -> int:
-        return _count(map(context.workload.touch, islice(reader.samples(), len(order))))
-
-    # one slot: each row drops a sample before it reads the next one
-    return _rows(context, "samples", _check_in_order, run, {CEILING: Ranges.read}, 1, order)
+    order, touch = range(context.workload.timed), context.workload.touch
+    # one slot, since each row drops a sample before it reads the next one
+    ceilings = context.ceilings({CEILING: Ranges.read}, 1, order)
+    return _rows(context, "samples", lambda reader: _count(map(touch, islice(reader.samples(), len(order)))), ceilings)
 
 
-def random_get(context: Context) -> AbstractContextManager[Rows]:
+def random_get(context: Context) -> Rows:
     """Measure samples by index in random order, one byte used of each page of their tensors."""
-    order = context.order
-
-    def check(context: Context, name: str, reader: Reader) -> None:
-        context.check(name, map(reader.get, order), order)
-
-    def run(reader: Reader) -> int:
-        return _count(map(context.workload.touch, map(reader.get, order)))
-
-    return _rows(context, "get", check, run, {CEILING: Ranges.read}, 1)
+    order, touch = context.order, context.workload.touch
+    ceilings = context.ceilings({CEILING: Ranges.read}, 1)
+    return _rows(context, "get", lambda reader: _count(map(touch, map(reader.get, order))), ceilings)
 
 
-def batch_random(context: Context) -> AbstractContextManager[Rows]:
+def batch_random(context: Context) -> Rows:
     """Measure batches in random order, from the page cache. Streams shuffle as their users do."""
     reads = {CEILING: Ranges.read, MAP_CEILINGS[0]: Ranges.copy, MAP_CEILINGS[1]: partial(Ranges.copy, threads=2)}
-    batches = context.batches
-
-    def run(reader: Reader) -> int:
-        return _count_batches(reader.batches(batches))
-
-    return _rows(context, "batches", _check_batches, run, reads, context.workload.batch_size)
+    ceilings, batches = context.ceilings(reads, context.workload.batch_size), context.batches
+    return _rows(context, "batches", lambda reader: _count_batches(reader, batches), ceilings)
 
 
-@contextmanager
-def batch_cold(context: Context) -> Iterator[Rows]:
+def batch_cold(context: Context) -> Rows:
     """Measure the same batches, with files dropped from the page cache and stores opened again before each pass."""
     count, batches = context.workload.timed, context.batches
-    with _readers(context, "batches", _check_batches) as readers:
-        pass
+    names = set(_readers(context, "batches"))
     reopened: list[Reader] = []
+    context.stack.close()  # what readers have mapped could not be dropped
+
+    def drop(store: Path) -> None:
+        if (part := page_cache.drop(store)) > 0.05:
+            raise Skipped(f"{part:.0%} of {store.name} stayed in the page cache; set TMPDIR to a folder on a real disk")
 
     def prepare(peer: Peer) -> None:
-        context.drop(context.store(peer))
+        drop(context.store(peer))
         reopened.append(peer.open(context.store(peer), context.workload))
         reopened[0].rewind()
 
-    def run() -> int:
-        return _count_batches(reopened[0].batches(batches))
-
     def measure(peer: Peer) -> dict[str, float]:
         try:
-            return Timed(run, count, partial(prepare, peer))()
+            return Timed(lambda: _count_batches(reopened[0], batches), count, partial(prepare, peer))()
         finally:
             while reopened:
                 reopened.pop().close()  # mapped files cannot be dropped, by the next row or in another process
 
-    reads = dict(zip(COLD_CEILINGS, (Ranges.read_by_threads, Ranges.read_ahead), strict=True))
-    with context.ceilings(reads, context.workload.batch_size) as ceilings:
-        rows: Rows = {name: Timed(read, count, partial(context.drop, context.ours)) for name, read in ceilings.items()}
-        peers = [peer for peer in context.peers if peer.name in readers]
-        readers.clear()  # what they have mapped could not be dropped
-        yield rows | {peer.name: partial(measure, peer) for peer in peers}
+    reads = dict(zip(COLD_CEILINGS, (partial(Ranges.read, threads=IN_FLIGHT), Ranges.read_ahead), strict=True))
+    ceilings = context.ceilings(reads, context.workload.batch_size)
+    rows: Rows = {name: Timed(read, count, partial(drop, context.ours)) for name, read in ceilings.items()}
+    return rows | {peer.name: partial(measure, peer) for peer in context.peers if peer.name in names}
 
 
-def one_tensor(context: Context) -> AbstractContextManager[Rows]:
+def one_tensor(context: Context) -> Rows:
     """Measure batches of one tensor of each sample. Peers without this operation read whole samples."""
-    short, path = context.workload.one
-    batches, count, size = context.batches, context.workload.timed, context.workload.batch_size
-
-    def check(context: Context, name: str, reader: Reader) -> None:
-        indices: Any = torch.arange(count).split(size) if reader.is_stream else batches
-        for batch, chosen in zip(reader.ones(batches), indices, strict=True):
-            for tensor, index in zip(batch, chosen, strict=True):
-                if not torch.equal(tensor, context.workload.split(context.samples[int(index)])[0][short]):
-                    raise AssertionError(f"{name}: what was read is not what was written")
-
-    def run(reader: Reader) -> int:
-        return sum(map(len, reader.ones(batches)))
-
-    return _rows(context, "ones", check, run, {CEILING: Ranges.read}, size, tensor=path)
+    batches, size, path = context.batches, context.workload.batch_size, context.workload.one[1]
+    ceilings = context.ceilings({CEILING: Ranges.read}, size, tensor=path)
+    return _rows(context, "ones", lambda reader: sum(map(len, reader.ones(batches))), ceilings)
 
 
-@contextmanager
-def loader(context: Context) -> Iterator[Rows]:
+def loader(context: Context) -> Rows:
     """Measure whole epochs in random order, in stacked batches, from what users train from.
 
     Workers stay between rounds, and small values are not used.
     """
-    workload = context.workload
-    context.refuse_ragged()
+    rows: Rows = {}
 
     def run(epoch: Callable[[], Iterable[Tensors]]) -> int:
-        return sum(len(batch[workload.one[0]]) for batch in epoch())
+        return sum(len(batch[context.workload.one[0]]) for batch in epoch())
 
-    def check(context: Context, name: str, reader: Reader) -> None:
+    def check(name: str, reader: Reader) -> None:
         for ending, epoch in reader.loaders().items():
             _check_epoch(context, name + ending, epoch())
-            run_epoch = partial(run, epoch)
-            rows[name + ending] = context.rows({name: run_epoch}, run_epoch())[name]
+            rows[name + ending] = context.rows({name: partial(run, epoch)}, run(epoch))[name]
 
-    rows: Rows = {}
-    with _readers(context, "loaders", check):
-        yield rows
+    _readers(context, "loaders", check)
+    return rows
 
 
-@contextmanager
-def _rows(
-    context: Context,
-    ability: str,
-    check: _Check,
-    run: Callable[[Reader], int],
-    reads: dict[str, Callable[..., Callable[[], int]]] | None = None,
-    num_slots: int = 1,
-    order: Sequence[int] | None = None,
-    tensor: str | None = None,
-) -> Iterator[Rows]:
-    """Yield a row for each peer whose reader has an operation, and those of `Context.ceilings`."""
-    with (
-        context.ceilings(reads or {}, num_slots, order, tensor) as runs,
-        _readers(context, ability, check) as readers,
-    ):
-        runs |= {name: partial(run, reader) for name, reader in readers.items()}
-        yield context.rows(runs, rewinds={name: reader.rewind for name, reader in readers.items()})
+def _rows(context: Context, ability: str, run: Callable[[Reader], int], ceilings: Mapping[str, Run] = {}) -> Rows:
+    """Return the rows of ceilings, and one for each peer whose reader has an operation."""
+    readers = _readers(context, ability)
+    runs = dict(ceilings) | {name: partial(run, reader) for name, reader in readers.items()}
+    return context.rows(runs, rewinds={name: reader.rewind for name, reader in readers.items()})
 
 
-@contextmanager
-def _readers(context: Context, ability: str, check: _Check) -> Iterator[dict[str, Reader]]:
+def _readers(context: Context, ability: str, check: Callable[[str, Reader], None] | None = None) -> dict[str, Reader]:
     """Open each peer whose reader has an operation, and check what it reads."""
     readers: dict[str, Reader] = {}
-    with ExitStack() as stack:
-        for peer in context.peers:
-            if peer.open is None:
-                continue
-            with context.attempt(peer.name):
-                reader = peer.open(context.store(peer), context.workload)
-                stack.callback(reader.close)
-                if getattr(reader, ability):
-                    reader.rewind()
-                    check(context, peer.name, reader)
-                    readers[peer.name] = reader
-        yield readers
+    for peer in context.peers:
+        with context.attempt(peer.name):
+            reader = peer.open(context.store(peer), context.workload)
+            context.stack.callback(reader.close)
+            if getattr(reader, ability):
+                reader.rewind()
+                (check or partial(_check, context, ability))(peer.name, reader)
+                readers[peer.name] = reader
+    return readers
 
 
-def _check_in_order(context: Context, name: str, reader: Reader) -> None:
-    context.check(name, reader.samples(), range(context.workload.timed))
-
-
-def _check_batches(context: Context, name: str, reader: Reader) -> None:
-    samples = (sample for batch in reader.batches(context.batches) for sample in batch.samples())
-    if reader.is_stream:
-        context.check_shuffled(name, samples)
+def _check(context: Context, ability: str, name: str, reader: Reader) -> None:
+    """Raise AssertionError if an operation of a reader reads wrong values."""
+    workload, order = context.workload, context.order
+    if ability == "samples":
+        context.check(name, reader.samples(), range(workload.timed))
+    elif ability == "get":
+        context.check(name, map(reader.get, order), order)
+    elif ability == "ones":
+        tensors = (tensor for batch in reader.ones(context.batches) for tensor in batch)
+        for tensor, index in zip(tensors, range(workload.timed) if reader.is_stream else order, strict=True):
+            require(torch.equal(tensor, workload.split(context.samples[index])[0][workload.one[0]]), name)
     else:
-        context.check(name, samples, context.order)
+        samples = (sample for batch in reader.batches(context.batches) for sample in batch.samples())
+        if not reader.is_stream:
+            context.check(name, samples, order)
+            return
+        indices = context.check_any(name, samples)
+        is_shuffled = len(indices) == len(set(indices)) == workload.timed and indices != sorted(indices)
+        require(is_shuffled, name, "a sample was read twice, or nothing was shuffled")
 
 
 def _check_epoch(context: Context, name: str, batches: Iterable[Tensors]) -> None:
@@ -214,12 +168,10 @@ def _check_epoch(context: Context, name: str, batches: Iterable[Tensors]) -> Non
     written = {workload.digests(workload.split(sample)[0]) for sample in context.samples}
     read: list[Any] = []
     for batch in batches:
-        read += [
-            workload.digests({key: batch[key][row] for key in workload.dtypes})
-            for row in range(len(batch[workload.one[0]]))
-        ]
-    if not written.issuperset(read) or len(set(read)) != len(read) or len(read) < len(written) - workload.batch_size:
-        raise AssertionError(f"{name}: what was read is not what was written")
+        rows = zip(*(batch[key] for key in workload.names), strict=True)
+        read += [workload.digests(dict(zip(workload.names, row, strict=True))) for row in rows]
+    is_whole = len(set(read)) == len(read) >= len(written) - workload.batch_size
+    require(written.issuperset(read) and is_whole, name)
 
 
 def _count(samples: Iterable[Any]) -> int:
@@ -227,5 +179,5 @@ def _count(samples: Iterable[Any]) -> int:
     return last[0][0] if last else 0
 
 
-def _count_batches(batches: Iterable[Batch]) -> int:
-    return sum(batch.count for batch in batches)
+def _count_batches(reader: Reader, batches: Batches) -> int:
+    return sum(batch.count for batch in reader.batches(batches))

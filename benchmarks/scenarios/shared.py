@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch
 
 import wds_tensorcache as tc
 from benchmarks.ceiling import Ranges
-from benchmarks.harness import CEILING, Context, Rows, Skipped, Timed, in_new_process
+from benchmarks.harness import CEILING, Context, Rows, in_new_process, memory_mb, require
 from benchmarks.peers.ours import as_batch, viewed
 from benchmarks.workloads import WORKLOADS, Generated
 
@@ -74,68 +73,54 @@ class _Block:
         self._memory.unlink()
 
 
-@contextmanager
-def shared(context: Context) -> Iterator[Rows]:
+def shared(context: Context) -> Rows:
     """Measure hits of nested samples (lazy, views, copies), hits of flat samples and of a block, and memory of 8 processes."""
-    if not sys.platform.startswith("linux"):
-        raise Skipped("SharedDataset needs locks that only Linux has")
     workload, order, batches = context.workload, context.order, context.batches
+    directory = context.new_folder("/dev/shm")
     samples: list[Any] = list(context.samples)
     parts = [workload.split(sample) for sample in samples]
     tensors = [tuple(tensors.values()) for tensors, _ in parts]
 
-    def nest(index: int, tensors: Any) -> Any:
-        return workload.nest(dict(zip(workload.dtypes, tensors, strict=True)), parts[index][1])
+    def samples_of(item: Any, read: Any) -> list[Any]:
+        """Return the samples of flat tensors: of those of one index, or of a batch."""
+        rows = [(item, read)] if isinstance(item, int) else zip(item, zip(*read, strict=True), strict=True)
+        return [workload.nest(dict(zip(workload.names, row, strict=True)), parts[index][1]) for index, row in rows]
 
-    def nest_batch(indices: list[int], batch: Any) -> Iterator[Any]:
-        return (nest(index, row) for index, row in zip(indices, zip(*batch, strict=True), strict=True))
+    def share(samples: list[Any], name: str) -> tc.SharedDataset:
+        return context.enter(tc.SharedDataset(samples, name, directory=directory))
 
-    with ExitStack() as stack:
+    def reopen() -> None:
+        reopened.append(share(samples, "nested"))
+        for opened in reopened[:-1]:
+            opened.close()
 
-        def share(samples: list[Any], name: str) -> tc.SharedDataset:
-            return stack.enter_context(tc.SharedDataset(samples, name, directory=context.tmpfs))
-
-        nested, flat = share(samples, "nested"), share(tensors, "flat")
-        reopened: list[tc.SharedDataset] = []  # the last one is opened before each pass, as by another process
-
-        def reopen() -> None:
-            reopened.append(share(samples, "nested"))
-            for opened in reopened[:-1]:
-                opened.close()
-
-        block = _Block(tensors)
-        stack.callback(block.close)
-        # a row: what it gets, and the samples in it for the check
-        gets: dict[str, tuple[Callable[[int], Any], Callable[[int, Any], Any]]] = {
-            HIT: (nested.__getitem__, lambda _, sample: sample),
-            VIEWS: (lambda index: _views(workload.split(nested[index])[0].values()), nest),
-            LOADED: (lambda index: _loads(workload.split(nested[index])[0].values()), nest),
-            FLAT_VIEWS: (lambda index: _views(flat[index]), nest),
-            BLOCK_VIEWS: (block.__getitem__, nest),
-            FLAT_COPIES: (lambda index: _loads(flat[index]), nest),
-            BLOCK_COPIES: (lambda index: [tensor.clone() for tensor in block[index]], nest),
-        }
-        reads: dict[str, tuple[Callable[[list[int]], Any], Callable[[list[int], Any], Iterable[Any]]]] = {
-            BATCHES: (nested.read_batch, lambda _, batch: as_batch(workload, batch).samples()),
-            FLAT_BATCHES: (flat.read_batch, nest_batch),
-            BLOCK_BATCHES: (block.batch, nest_batch),
-        }
-        runs = stack.enter_context(context.ceilings({CEILING: Ranges.copy}, 1))
-        runs |= stack.enter_context(context.ceilings({BATCH_CEILING: Ranges.copy}, workload.batch_size))
-        for name, (get, nest_one) in gets.items():
-            context.check(name, (nest_one(index, get(index)) for index in order), order)
-            runs[name] = partial(_each, order, len(order), get)
-        for name, (read, samples_of) in reads.items():
-            for indices in batches:
-                context.check(name, samples_of(indices, read(indices)), indices)
-            runs[name] = partial(_each, batches, len(order), read)
-        first = partial(_each, order, len(order), lambda index: reopened[-1][index])
-        nbytes = _QUICK_NBYTES if context.is_quick else _NBYTES
-        yield {
-            **context.rows(runs),
-            FIRST: Timed(first, len(order), reopen),
-            _PROCESSES: partial(in_new_process, _measure_memory, context.tmpfs, nbytes),
-        }
+    nested, flat = share(samples, "nested"), share(tensors, "flat")
+    reopened: list[tc.SharedDataset] = []  # the last one is opened before each pass, as by another process
+    reopen()
+    block = _Block(tensors)
+    context.stack.callback(block.close)
+    # a row: what it reads, how, and the samples in that for the check
+    reads: dict[str, tuple[Sequence[Any], Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+        HIT: (order, nested.__getitem__, lambda _, sample: [sample]),
+        FIRST: (order, lambda index: reopened[-1][index], lambda _, sample: [sample]),
+        VIEWS: (order, lambda index: _load(workload.split(nested[index])[0].values(), copy=False), samples_of),
+        LOADED: (order, lambda index: _load(workload.split(nested[index])[0].values(), copy=True), samples_of),
+        FLAT_VIEWS: (order, lambda index: _load(flat[index], copy=False), samples_of),
+        BLOCK_VIEWS: (order, block.__getitem__, samples_of),
+        FLAT_COPIES: (order, lambda index: _load(flat[index], copy=True), samples_of),
+        BLOCK_COPIES: (order, lambda index: [tensor.clone() for tensor in block[index]], samples_of),
+        BATCHES: (batches, nested.read_batch, lambda _, batch: as_batch(workload, batch).samples()),
+        FLAT_BATCHES: (batches, flat.read_batch, samples_of),
+        BLOCK_BATCHES: (batches, block.batch, samples_of),
+    }
+    runs = context.ceilings({CEILING: Ranges.copy}, 1)
+    runs |= context.ceilings({BATCH_CEILING: Ranges.copy}, workload.batch_size)
+    for name, (items, read, unpack) in reads.items():
+        for item in items:
+            context.check(name, unpack(item, read(item)), [item] if isinstance(item, int) else item)
+        runs[name] = partial(_each, items, len(order), read)
+    memory = partial(in_new_process, _measure_memory, directory, _QUICK_NBYTES if context.is_quick else _NBYTES)
+    return context.rows(runs, rewinds={FIRST: reopen}) | {_PROCESSES: memory}
 
 
 def _each(items: Sequence[Any], count: int, get: Callable[[Any], object]) -> int:
@@ -144,60 +129,41 @@ def _each(items: Sequence[Any], count: int, get: Callable[[Any], object]) -> int
     return count
 
 
-def _views(tensors: Any) -> list[torch.Tensor]:
-    return [tensor.load(copy=False) for tensor in tensors]
-
-
-def _loads(tensors: Any) -> list[torch.Tensor]:
-    return [tensor.load() for tensor in tensors]
+def _load(tensors: Any, copy: bool) -> list[torch.Tensor]:
+    return [tensor.load(copy=copy) for tensor in tensors]
 
 
 # --- a process whose children share samples, as workers of a loader do ---
 
-
-def _hold(shared: tc.SharedDataset, expected: list[Any], barrier: Any) -> None:
-    """Read every byte of all samples without a copy, and raise AssertionError if a value is wrong."""
-    try:
-        barrier.wait()
-        barrier.wait()  # until the parent has measured
-        for index in range(len(shared)):
-            if _DIFFUSION.checksum(viewed(_DIFFUSION, shared[index])) != expected[index % len(expected)]:
-                raise AssertionError(f"sample {index} has other values")
-        barrier.wait()
-        barrier.wait()
-    except BaseException:
-        barrier.abort()  # the others would wait for it
-        raise
+_shared: list[Any] = []  # in a child: the dataset, the checksums of its samples, and a barrier for all children
 
 
-def _pss(pid: int | None) -> float:
-    """Return a process's proportional set size in MB: a page that n processes have in memory counts as 1/n for each."""
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as rollup:
-        return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) * 1024 / 1e6
+def _read(num_samples: int) -> int:
+    """Read every byte of some samples without a copy, and check the values; return the id of the process."""
+    dataset, expected, barrier = _shared
+    barrier.wait()  # so that each process has one of the calls
+    for index in range(num_samples):
+        checksum = _DIFFUSION.checksum(viewed(_DIFFUSION, dataset[index]))
+        require(checksum == expected[index % len(expected)], f"sample {index}")
+    return os.getpid()
 
 
 def _measure_memory(directory: Path, nbytes: int) -> dict[str, float]:
     """Return the megabytes of this process and its children after each child has read all samples, and what that added.
 
-    Torch alone takes more than 200 MB.
+    A page that n processes have in memory counts as 1/n for each (PSS). Torch alone takes more than 200 MB.
     """
     torch.set_num_threads(1)  # a forked process would wait forever for threads of OpenMP
     fork = multiprocessing.get_context("fork")
-    barrier = fork.Barrier(_NUM_PROCESSES + 1)
     few = [_DIFFUSION.sample(index) for index in range(8)]
     expected = [_DIFFUSION.checksum(sample) for sample in few]
     count = nbytes // sum(tensor.nbytes for tensor in _DIFFUSION.split(few[0])[0].values())
     samples = Generated(lambda index: few[index % len(few)], count)
-    with tc.SharedDataset(samples, f"holders-{os.getpid()}", directory=directory) as shared:
-        children = [fork.Process(target=_hold, args=(shared, expected, barrier)) for _ in range(_NUM_PROCESSES)]
-        for child in children:
-            child.start()
-        totals = []
-        for _ in range(2):
-            barrier.wait()
-            totals.append(sum(map(_pss, [os.getpid(), *(child.pid for child in children)])))
-            barrier.wait()
-        for child in children:
-            child.join()
-    before, total = totals
+    with tc.SharedDataset(samples, f"holders-{os.getpid()}", directory=directory) as dataset:
+        _shared[:] = dataset, expected, fork.Barrier(_NUM_PROCESSES)
+        with ProcessPoolExecutor(_NUM_PROCESSES, fork) as pool:
+            before, total = (
+                sum(memory_mb(f"{pid}/smaps_rollup", "Pss:") for pid in [os.getpid(), *pids])
+                for pids in (list(pool.map(_read, [num] * _NUM_PROCESSES)) for num in (0, count))
+            )
     return {_TOTAL: total, _ADDED: total - before}

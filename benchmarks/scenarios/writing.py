@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 from benchmarks import page_cache
-from benchmarks.harness import CEILING, Context, Rows, Timed
-from benchmarks.peers.base import Peer
+from benchmarks.harness import CEILING, Context, Rows, Timed, require
+from benchmarks.peers import Peer
 
 PLAIN = f"{CEILING}, same bytes"
 _PIECE_NBYTES = 1 << 20
 
 
-@contextmanager
-def write(context: Context) -> Iterator[Rows]:
-    """Measure writing into a file system in memory, without the disk."""
-    with _written(context, context.tmpfs / "written", fsync=False) as rows:
-        yield rows
+def write(context: Context, *, fsync: bool = False) -> Rows:
+    """Measure writing into a file system in memory, without the disk; or until all files and folders are on the disk.
 
-
-@contextmanager
-def write_fsync(context: Context) -> Iterator[Rows]:
-    """Measure writing onto the disk, until all files and folders are synced, by the peer itself if it can."""
-    with _written(context, context.scratch / "written", fsync=True) as rows:
-        yield rows
-
-
-@contextmanager
-def _written(context: Context, folder: Path, *, fsync: bool) -> Iterator[Rows]:
+    A peer that can sync its files itself does so.
+    """
+    folder = context.new_folder(None if fsync else "/dev/shm") / "written"
     samples = context.samples[: context.workload.written]
     content = memoryview(b"")
 
@@ -43,12 +30,10 @@ def _written(context: Context, folder: Path, *, fsync: bool) -> Iterator[Rows]:
             page_cache.back_memory(folder / "plain", content)
 
     def run(peer: Peer) -> int:
-        if fsync and peer.write_synced:
-            peer.write_synced(folder, context.workload, samples)
-        else:
-            peer.write(folder, context.workload, samples)
-            if fsync:
-                page_cache.sync(folder)
+        is_synced = fsync and peer.write_synced is not None
+        (peer.write_synced if is_synced else peer.write)(folder, context.workload, samples)
+        if fsync and not is_synced:
+            page_cache.sync(folder)
         return len(samples)
 
     def ceiling() -> int:
@@ -74,9 +59,5 @@ def _written(context: Context, folder: Path, *, fsync: bool) -> Iterator[Rows]:
             content = memoryview(b"".join(path.read_bytes() for path in sorted(folder.glob("*.tar"))))
     anew()
     ceiling()
-    if (folder / "plain").read_bytes() != content:
-        raise AssertionError(f"{PLAIN}: what was written is not the bytes of our shards")
-    try:
-        yield rows
-    finally:
-        shutil.rmtree(folder)
+    require((folder / "plain").read_bytes() == content, PLAIN, "what was written is not the bytes of our shards")
+    return rows
