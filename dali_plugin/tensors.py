@@ -104,7 +104,7 @@ def _part_as_torch(part: Any, copy: bool) -> torch.Tensor:
     if int(kind) != _CUDA:
         # torch refuses DLPack's device type of page-locked memory
         tensor = torch.from_numpy(np.asarray(part))
-        return tensor.clone() if copy else tensor
+        return tensor.clone(memory_format=torch.contiguous_format) if copy else tensor
     if not copy:
         return from_dlpack(part)
     # Memory that DALI shares by DLPack is freed by a thread that synchronizes the device, even if a copy of it was

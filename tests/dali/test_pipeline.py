@@ -14,7 +14,7 @@ import torch
 import dali_plugin
 import wds_tensorcache as tc
 from tests.children import run_in_child
-from tests.dali.conftest import COUNT, sample
+from tests.dali.conftest import COUNT, DTYPES, sample
 from tests.dali.pipelines import dali, pipeline, unbatched
 from tests.same import assert_same
 
@@ -34,6 +34,15 @@ def test_every_dtype_comes_back_and_stays(cache: Any, nodes: str, depth: Any) ->
         for batch in kept:
             for at, i in enumerate(batch["id"]):
                 assert_same(sample(i), unbatched(batch, at))
+
+
+@pytest.mark.parametrize("exec_dynamic", [False, True])
+def test_empty_tensors_come_back(tmp_path: Path, exec_dynamic: bool) -> None:
+    empty = {name: torch.empty(2, 0, dtype=getattr(torch, name)) for name in DTYPES}
+    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
+        sink.write("0", empty)
+    made = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), exec_dynamic=exec_dynamic)
+    assert_same(empty, unbatched(next(dali_plugin.TensorCacheIterator(made)), 0, empty))
 
 
 @pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])

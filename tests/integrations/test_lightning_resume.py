@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,31 @@ def test_checkpoints_that_lightning_handles_need_no_callback(cache: Any, tmp_pat
         assert seen[:step] + rest == seen
 
 
+class Killed(Exception):
+    pass
+
+
+class KilledModel(Model):
+    stop = -1
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        if len(self.seen) == self.stop:
+            raise Killed
+        return super().training_step(batch, number)
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        pass
+
+
+def fit_until(stop: int, saving: Any, *loaders: Any, path: Any = None, **options: Any) -> Any:
+    """Train until the model is killed after `stop` batches, and return the trainer and the batches."""
+    trainer, model = pl.Trainer(callbacks=[saving, ResumeLoaders()], **QUIET, **options), KilledModel()
+    model.stop = stop
+    with contextlib.suppress(Killed):
+        trainer.fit(model, *loaders, ckpt_path=path)
+    return trainer, model.seen
+
+
 @pytest.mark.parametrize("has_validation", [False, True])
 @pytest.mark.parametrize(
     "options", [{"max_epochs": 4}, {"max_epochs": -1, "max_steps": 4 * STEPS}], ids=["epochs", "steps"]
@@ -222,27 +248,11 @@ def test_checkpoints_that_lightning_handles_need_no_callback(cache: Any, tmp_pat
 def test_killed_twice(cache: Any, tmp_path: Path, options: dict[str, Any], has_validation: bool) -> None:
     """First at the end of an epoch, with its checkpoint or that of its last batch, then in the middle of the next epoch."""
 
-    class Killed(Exception):
-        pass
-
-    class Model_(Model):
-        stop = 0
-
-        def training_step(self, batch: Any, number: int) -> torch.Tensor:
-            if len(self.seen) == self.stop:
-                raise Killed
-            return super().training_step(batch, number)
-
-        def validation_step(self, batch: Any, number: int) -> None:
-            pass
-
     def run(stop: int, path: Any = None, **saved: Any) -> list[Any]:
         saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **saved)
-        trainer, model = pl.Trainer(callbacks=[saving, ResumeLoaders()], **QUIET, **options), Model_()
-        model.stop = stop
-        with contextlib.suppress(Killed):
-            trainer.fit(model, make(cache), *[make(cache)] * has_validation, ckpt_path=path)
-        return model.seen
+        loaders = [make(cache), *[make(cache)] * has_validation]
+        seen: list[Any] = fit_until(stop, saving, *loaders, path=path, **options)[1]
+        return seen
 
     expected = whole(cache, 4)
     for saved in ({}, {"every_n_train_steps": STEPS}):
@@ -252,6 +262,32 @@ def test_killed_twice(cache: Any, tmp_path: Path, options: dict[str, Any], has_v
         assert seen == expected
         for path in tmp_path.glob("*.ckpt"):
             path.unlink()
+
+
+@pytest.mark.parametrize("limit", [5, STEPS])
+@pytest.mark.parametrize("on_early_exit", ["next_epoch", "continue"])
+@pytest.mark.parametrize("saved", ["batch", "validation", "epoch"])
+def test_resumed_twice_at_an_epochs_end(cache: Any, tmp_path: Path, saved: str, on_early_exit: str, limit: int) -> None:
+    """From the checkpoint of the last batch, of the validation after it, or of the end of the epoch."""
+
+    def run(stop: int, path: Any = None) -> Any:
+        on = {"every_n_train_steps": 1} if saved == "batch" else {"save_on_train_epoch_end": saved == "epoch"}
+        saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **on)
+        loader = tc.Loader(cache, BATCH, shuffle=True, on_early_exit=on_early_exit)
+        loaders = [loader, *[make(cache)] * (saved == "validation")]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "set_epoch")  # `limit_train_batches` leaves epochs early on purpose
+            return fit_until(stop, saving, *loaders, path=path, max_epochs=4, limit_train_batches=limit)
+
+    trainer, expected = run(-1)
+    for path in tmp_path.glob("*.ckpt"):
+        path.unlink()
+    seen = run(limit + 1)[1][:limit]
+    seen += run(limit + 1, tmp_path / f"step={limit}.ckpt")[1][:limit]
+    resumed, rest = run(-1, tmp_path / f"step={2 * limit}.ckpt")
+    assert seen + rest == expected
+    assert len(expected) == 4 * limit
+    assert (resumed.global_step, resumed.current_epoch) == (trainer.global_step, trainer.current_epoch)
 
 
 def test_a_shorter_loader_that_begins_again_is_no_error(cache: Any, tmp_path: Path) -> None:

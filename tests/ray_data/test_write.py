@@ -138,6 +138,21 @@ def test_ints_that_became_floats(tmp_path: Path) -> None:
         assert [sample.get("id") for sample in cache] == ids
 
 
+def test_texts_and_bytes_in_one_column(tmp_path: Path) -> None:
+    """Arrow makes one type of both, in functions of rows and of batches of numpy."""
+    values = [f"é{i}" if i % 2 else b"x%d\0" % i for i in range(6)]
+    with tc.ShardWriter(tmp_path / "in") as sink:
+        for i, value in enumerate(values):
+            sink.write(f"{i}", {"x": torch.ones(1), "value": value})
+    rows = tc.ray.read_ray(tmp_path / "in").repartition(1)
+    for name, same in (
+        ("rows", rows.map(lambda row: row)),
+        ("batches", rows.map_batches(lambda batch: batch, batch_format="numpy").repartition(6)),
+    ):
+        cache = tc.ray.write_ray(same, tmp_path / name)
+        assert [cache[f"{i}"]["value"] for i in range(len(cache))] == values
+
+
 def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
     def write(nanoseconds: int, out: Path) -> Any:
         times = pa.array([nanoseconds], pa.time64("ns"))

@@ -57,6 +57,9 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Load the states into the loaders, and correct Lightning's counters if they count the batches of these loaders."""
+        fit = trainer.fit_loop
+        if fit.restarted_mid_epoch and fit.epoch_progress.current.processed == fit.epoch_progress.current.ready:
+            fit.reset_restart_stage()  # Lightning has just counted this epoch as finished, but would not count the next one
         states, self._states = self._states, []
         if not states:
             return
@@ -82,12 +85,13 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         else:
             # after some resumes, Lightning counts one epoch less
             epochs = trainer.fit_loop.epoch_progress
-            num_missing = max(0, longest._sampler.epoch - epochs.current.processed)
+            num_missing = 0 if batches.is_last_batch else max(0, longest._sampler.epoch - epochs.current.processed)
             for progress in (epochs.total, epochs.current):
                 for name, count in vars(progress).items():
                     setattr(progress, name, count + num_missing)
         counts = batches.current
-        used = 0 if batches.is_last_batch else len(longest) - longest.num_batches_left
+        is_over = batches.is_last_batch or not counts.ready
+        used = 0 if is_over else len(longest) - longest.num_batches_left
         # after a checkpoint in a hook of a batch, `completed` is one less than the other counters
         counts.completed += used - counts.ready
         counts.ready = counts.started = counts.processed = used

@@ -16,6 +16,7 @@ import ray.data
 from ray.data import Datasource
 from ray.data.block import BlockMetadata
 from ray.data.datasource import ReadTask
+from ray.data.extensions import ArrowPythonObjectType
 
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.codec.carriers import arrow_carrier
@@ -323,10 +324,14 @@ def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) ->
         for name in names
         if plan.has_values and name not in plan.schema
     }
+    objects = {name for name, column in table.items() if column.type == ArrowPythonObjectType()}
     texts = []
     for mark, (tensors, values, is_whole) in zip(marks, rows, strict=True):
         kinds: dict[str, Any] = dict.fromkeys((*plan.schema, *names))
-        kinds |= {name: value_kind([value]) or "object" for name, value in values.items()}
+        for name, value in values.items():
+            kind = value_kind([value])
+            # functions may change the type of a column, but Ray changes single values of ints with nulls, and of objects
+            kinds[name] = kind if kind == "int" or (kind and name in objects) else "object"
         kinds |= {name: tensor.dtype for name, tensor in tensors.items()}
         is_whole = is_whole and values.keys() <= table.keys()
         texts.append(dataclasses.replace(mark, columns=kinds, is_whole=is_whole).encode())

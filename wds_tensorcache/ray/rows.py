@@ -39,8 +39,8 @@ class Mark:
     """Facts about the sample of a row that its columns do not contain.
 
     Attributes:
-        columns: Dtype of each tensor of the sample, and type of each small value, by column. None for a column in which only
-            other samples of the block have a value.
+        columns: Dtype of each tensor of the sample, and type of each small value, by column: `"int"`, any type in a column of
+            Python objects, `"object"` in all other columns. None if only other samples of the block have a value.
         is_whole: True if the columns contain the whole sample; False, for example, if the sample contains lists.
         is_described: True if the sample comes from a cache with a fingerprint.
         original: Name from which `tc.safe_key` made the key, if the key contains only a hash of the name.
@@ -88,17 +88,25 @@ def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
     count = len(next(iter(columns.values()), ()))
     texts = columns.pop(MARK, [None] * count)
     marks = [None if text is None else parse_mark(str(text)) for text in texts]
-    return {name: _undo_nulls(name, values, marks) for name, values in columns.items()}, marks
+    return {name: _undo_conversions(name, values, marks) for name, values in columns.items()}, marks
 
 
-def _undo_nulls(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Undo the changes that numpy and pandas make to a column with nulls; raise EncodeError if an int lost bits."""
+def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
+    """Undo the changes that numpy, pandas and Arrow make to a column with nulls, or with texts and bytes.
+
+    Raises:
+        EncodeError: An int has lost bits.
+    """
     kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
-    if None not in kinds and not (may_be_float and "int" in kinds):
+    if not {None, "str", "bytes"} & set(kinds) and not (may_be_float and "int" in kinds):
         return values
 
     def own(value: Any, kind: Any) -> Any:
+        if kind == "bytes" and isinstance(value, str):
+            return value.encode()
+        if kind == "str" and isinstance(value, bytes):
+            return value.decode()
         if kind is None and _may_be_null(value):
             return None
         if kind != "int" or not isinstance(value, float) or not value.is_integer():
