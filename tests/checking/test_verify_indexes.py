@@ -182,6 +182,12 @@ def test_a_shard_that_a_copy_of_another_has_replaced(tmp_path: Path) -> None:
     flip(folder / "000001.tar", members(folder / "000001.tar")["002.skel.pyd"][1] - 1)
     tc.repair(folder, tmp_path / "more")  # the copy has what the shard itself has lost
     assert list(tc.open(tmp_path / "more").keys()) == ["002", "003", "004", "005"]
+    whole = (folder / "000001.tar").read_bytes()
+    os.truncate(folder / "000001.tar", members(folder / "000001.tar")["003.skel.pyd"][0])  # and its index
+    report = tc.repair(folder, tmp_path / "most")
+    assert report.num_lost >= 2
+    assert list(tc.open(tmp_path / "most").keys()) == ["002", "003", "004", "005"]
+    (folder / "000001.tar").write_bytes(whole)
     shutil.copy(folder / "000002.tar", folder / "more.tar")
     report = tc.verify(folder)
     assert "the shard is a copy of 000002.tar" in {fault.what for fault in report.faults}

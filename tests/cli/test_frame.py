@@ -314,6 +314,18 @@ def test_a_closed_stdout(server: Server, cache: Path, tmp_path: Path) -> None:
         assert _run_into(server, tmp_path, arguments, -1) == (0, ""), arguments
 
 
+def _close_stdin() -> None:
+    sys.stdin.close()
+    sys.stdin = None  # type: ignore[assignment]  # as Python starts without a descriptor 0
+
+
+def test_a_closed_stdin(server: Server, cache: Path, tmp_path: Path) -> None:
+    arguments = ["drop", "cache", str(tmp_path / "out"), "--keys-from", "-"]
+    result = server.run(*arguments, cwd=cache.parent, prepare=_close_stdin)
+    assert (result.status, result.err) == (0, "")
+    assert result.out.endswith("without 0 samples\n")
+
+
 @contextmanager
 def _interrupted(server: Server, arguments: list[str], folder: Path, stdout: int) -> Iterator[None]:
     """Start a command, run the body, and check that SIGINT ends it with status 130 and one line."""

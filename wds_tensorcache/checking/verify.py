@@ -256,7 +256,7 @@ class _Manifest:
         with suppress(OSError, FormatError):  # then its faults are in the report
             digest = stored_digest(checked.path)
         self._check_copy(checked, entry, digest)
-        if checked.copy_of is None and (entry is None or entry.digest not in (None, digest)):
+        if entry is None or entry.digest not in (None, digest):
             self._unlike[checked.path] = checked
         if entry is None or checked.copy_of is not None:
             return
@@ -285,12 +285,15 @@ class _Manifest:
             differ(f"was made with {fingerprint!r:.200}", f"{listed!r:.200}")
 
     def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:
-        """Report if another listed shard has been copied over a shard."""
-        original = self._by_digest.get(digest or "", checked.path)
-        with suppress(OSError, FormatError):
-            if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:
-                return
-            self._report_copy(checked, entry, original, "")
+        """Report if another listed shard, which may have lost its index since, has been copied over a shard."""
+        original, stored = self._by_digest.get(digest or "", checked.path), None
+        if original == checked.path or (entry and entry.digest == digest):
+            return
+        with suppress(OSError):
+            with suppress(FormatError):
+                stored = stored_digest(original)
+            if stored in (None, digest):
+                self._report_copy(checked, entry, original, "")
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
         """Report shards without their listed index whose intact members equal the members of another shard, byte for byte."""
@@ -301,7 +304,7 @@ class _Manifest:
         for path, checked in self._unlike.items():
             original = next((owners[key] for key in keys[path] if key in owners), None)
             with suppress(OSError):
-                if original is not None and _has_ranges(original, checked):
+                if original is not None and checked.copy_of is None and _has_ranges(original, checked):
                     self._report_copy(checked, self._entries.get(os.path.abspath(path)), original, "part of ")
 
     def _report_copy(self, checked: Checked, entry: ShardEntry | None, original: str, part: str) -> None:
