@@ -15,7 +15,7 @@ from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind, format_count
 from wds_tensorcache.progress import Progress, ProgressOption
-from wds_tensorcache.reading.find_shards import find_shards, shard_names
+from wds_tensorcache.reading.find_shards import file_identity, find_shards, shard_names
 from wds_tensorcache.shards.fingerprint import as_text
 from wds_tensorcache.shards.key_table import Keys, KeyTable
 from wds_tensorcache.shards.manifest import (
@@ -206,7 +206,13 @@ class _Manifest:
             self._add(located)
         folder = os.path.dirname(path)
         shards = [os.path.join(folder, name) for name in shard_names(os.listdir(folder or os.curdir))]
-        unlisted = [shard for shard in shards if os.path.abspath(shard) not in self._entries]
+        listed_files = set(map(file_identity, filter(os.path.exists, self.paths)))  # links have other names
+        unlisted = [
+            shard
+            for shard in shards
+            if os.path.abspath(shard) not in self._entries
+            and not (os.path.exists(shard) and file_identity(shard) in listed_files)
+        ]
         self.paths += unlisted
         if unlisted and entries is not None and self._where == MANIFEST and not is_being_written(folder or os.curdir):
             # read again: a writer that has just ended has listed its shards
