@@ -84,6 +84,7 @@ WRONG_USAGE = {
     ("stats", "cache", "--samples", "few"): "at least 1, or 'all'",
     ("ls", "nowhere"): "nowhere does not exist",
     ("ls", "nowhere/*.tar"): "matches no file",
+    ("ls", ""): "'' does not exist",
     ("ls", "ftp://bucket/cache"): "expected a local path, or a url",
     ("ls", "cache", "--cache", "none"): "no cache 'none'",
     ("ls", "cache", "--cache", "not a name"): "not a name",

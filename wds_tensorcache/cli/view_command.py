@@ -97,6 +97,8 @@ def view_command(
 
 def _check_output(path: str) -> None:
     """Refuse to replace a file that is not a page, such as a shard."""
+    if not os.path.basename(path):
+        raise click.UsageError(f"-o {path!r}, expected the name of a file")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")
