@@ -179,15 +179,15 @@ def test_a_shard_that_a_copy_of_another_has_replaced(tmp_path: Path) -> None:
     assert "the shard is a copy of 000001.tar; lost: 2 samples that manifest.json lists" in str(report)
     assert list(tc.open(tmp_path / "out").keys()) == ["002", "003", "004", "005"]
     assert tc.verify(folder).faults == report.faults
-    flip(folder / "000001.tar", members(folder / "000001.tar")["002.skel.pyd"][1] - 1)
-    tc.repair(folder, tmp_path / "more")  # the copy has what the shard itself has lost
-    assert list(tc.open(tmp_path / "more").keys()) == ["002", "003", "004", "005"]
     whole = (folder / "000001.tar").read_bytes()
     os.truncate(folder / "000001.tar", members(folder / "000001.tar")["003.skel.pyd"][0])  # and its index
     report = tc.repair(folder, tmp_path / "most")
     assert report.num_lost >= 2
     assert list(tc.open(tmp_path / "most").keys()) == ["002", "003", "004", "005"]
     (folder / "000001.tar").write_bytes(whole)
+    flip(folder / "000001.tar", members(folder / "000001.tar")["002.skel.pyd"][1] - 1)
+    tc.repair(folder, tmp_path / "more")  # the copy has what the shard itself has lost
+    assert list(tc.open(tmp_path / "more").keys()) == ["002", "003", "004", "005"]
     shutil.copy(folder / "000002.tar", folder / "more.tar")
     report = tc.verify(folder)
     assert "the shard is a copy of 000002.tar" in {fault.what for fault in report.faults}
@@ -208,6 +208,18 @@ def test_a_shard_that_a_part_of_a_copy_has_replaced(tmp_path: Path, part: str) -
     assert "the shard is part of a copy of 000001.tar; lost: 3 samples that manifest.json lists" in str(report)
     assert list(tc.open(tmp_path / "out").keys()) == ["003", "004", "005", "006", "007", "008"]
     assert tc.verify(folder).faults == report.faults
+
+
+def test_shards_that_have_changed_places_are_no_copies(tmp_path: Path) -> None:
+    """Also if one of them has lost its index."""
+    folder = tmp_path / "a"
+    path, other = write(folder, 6, per_shard=3), folder / "000001.tar"
+    os.truncate(other, other.stat().st_size - 200)
+    path.rename(folder / "x")
+    other.rename(path)
+    (folder / "x").rename(other)
+    report = tc.repair(folder, tmp_path / "out")
+    assert (report.num_lost, report.num_samples_written) == (0, 6)
 
 
 def test_repeated_keys_with_other_bytes_are_no_copy(tmp_path: Path) -> None:

@@ -190,6 +190,9 @@ class _Manifest:
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._by_digest: dict[str, str] = {}  # paths by the digest of the index
         self._unlike: dict[str, Checked] = {}  # by path: shards without the index that is listed
+        self._originals: dict[
+            str, str
+        ] = {}  # paths of shards that have lost their index, by path of a shard with that index
         entries, extra = None, dict[str, Any]()
         try:
             entries, extra = read_manifest(path)
@@ -291,20 +294,26 @@ class _Manifest:
             differ(f"was made with {fingerprint!r:.200}", f"{listed!r:.200}")
 
     def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:
-        """Report if another listed shard, which may have lost its index since, has been copied over a shard."""
+        """Report if another listed shard has been copied over a shard."""
         original, stored = self._by_digest.get(digest or "", checked.path), None
         if original == checked.path or (entry and entry.digest == digest):
             return
-        with suppress(OSError):
-            with suppress(FormatError):
-                stored = stored_digest(original)
-            if stored in (None, digest):
-                self._report_copy(checked, entry, original, "")
+        with suppress(OSError, FormatError):
+            stored = stored_digest(original)
+        if stored == digest:
+            self._report_copy(checked, entry, original, "")
+        elif stored is None:
+            self._originals[checked.path] = original
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards without their listed index whose intact members equal the members of another shard, byte for byte."""
+        """Report shards without their listed index that share their intact members, byte for byte, with another shard."""
         if not self._unlike or not repeated:
             return
+        for path, damaged_path in self._originals.items():
+            copy, damaged = self._unlike.get(path), self._unlike.get(damaged_path)
+            with suppress(OSError):
+                if copy and damaged and damaged.ranges and _has_ranges(path, damaged):
+                    self._report_copy(copy, self._entries.get(os.path.abspath(path)), damaged_path, "")
         listed = [path for path in self.paths if path in keys and path not in self._unlike]
         owners = {key: path for path in listed for key in keys[path] if key in repeated}
         for path, checked in self._unlike.items():
