@@ -335,6 +335,9 @@ def _has_ranges(path: str, checked: Checked) -> bool:
         for span in checked.ranges:
             for begin in range(span.begin, span.end, _CHUNK):
                 nbytes = min(_CHUNK, span.end - begin)
-                if os.pread(file.fileno(), nbytes, begin) != os.pread(other.fileno(), nbytes, begin):
+                content = os.pread(
+                    other.fileno(), nbytes, begin
+                )  # without the padding after the last member, if it is cut
+                if os.pread(file.fileno(), len(content), begin) != content:
                     return False
     return True
