@@ -179,6 +179,12 @@ def test_a_shard_that_a_copy_of_another_has_replaced(tmp_path: Path) -> None:
     assert "the shard is a copy of 000001.tar; lost: 2 samples that manifest.json lists" in str(report)
     assert list(tc.open(tmp_path / "out").keys()) == ["002", "003", "004", "005"]
     assert tc.verify(folder).faults == report.faults
+    whole = (folder / "000001.tar").read_bytes()
+    os.truncate(folder / "000001.tar", members(folder / "000001.tar")["003.skel.pyd"][0])  # and its index
+    report = tc.repair(folder, tmp_path / "most")
+    assert report.num_lost >= 2
+    assert list(tc.open(tmp_path / "most").keys()) == ["002", "003", "004", "005"]
+    (folder / "000001.tar").write_bytes(whole)
     flip(folder / "000001.tar", members(folder / "000001.tar")["002.skel.pyd"][1] - 1)
     tc.repair(folder, tmp_path / "more")  # the copy has what the shard itself has lost
     assert list(tc.open(tmp_path / "more").keys()) == ["002", "003", "004", "005"]
@@ -188,12 +194,14 @@ def test_a_shard_that_a_copy_of_another_has_replaced(tmp_path: Path) -> None:
     assert report.num_lost == 2
 
 
-@pytest.mark.parametrize("part", ["no index", "two samples", "a flipped bit"])
+@pytest.mark.parametrize("part", ["no index", "two samples", "no padding", "a flipped bit"])
 def test_a_shard_that_a_part_of_a_copy_has_replaced(tmp_path: Path, part: str) -> None:
     folder = tmp_path / "a"
     path, original = write(folder, 9, per_shard=3), folder / "000001.tar"
     shutil.copy(original, path)
     keep = members(path)["005.skel.pyd"][0] if part == "two samples" else path.stat().st_size - 200
+    if part == "no padding":
+        keep = members(path)["004.safetensors"][1]
     os.truncate(path, keep)
     if part == "a flipped bit":
         flip(path, members(path)["004.skel.pyd"][1] - 1)
@@ -202,6 +210,18 @@ def test_a_shard_that_a_part_of_a_copy_has_replaced(tmp_path: Path, part: str) -
     assert "the shard is part of a copy of 000001.tar; lost: 3 samples that manifest.json lists" in str(report)
     assert list(tc.open(tmp_path / "out").keys()) == ["003", "004", "005", "006", "007", "008"]
     assert tc.verify(folder).faults == report.faults
+
+
+def test_shards_that_have_changed_places_are_no_copies(tmp_path: Path) -> None:
+    """Also if one of them has lost its index."""
+    folder = tmp_path / "a"
+    path, other = write(folder, 6, per_shard=3), folder / "000001.tar"
+    os.truncate(other, other.stat().st_size - 200)
+    path.rename(folder / "x")
+    other.rename(path)
+    (folder / "x").rename(other)
+    report = tc.repair(folder, tmp_path / "out")
+    assert (report.num_lost, report.num_samples_written) == (0, 6)
 
 
 def test_repeated_keys_with_other_bytes_are_no_copy(tmp_path: Path) -> None:
@@ -279,9 +299,11 @@ def test_an_idx_is_missing_only_beside_others_of_its_folder(tmp_path: Path) -> N
 def test_a_shard_under_two_names_is_one(tmp_path: Path) -> None:
     path = write(tmp_path, 2, dali_index=False)
     (tmp_path / "link.tar").symlink_to(path)
-    report = tc.verify([path, f"{tmp_path}/./000000.tar", tmp_path / "link.tar"])
-    assert report.ok
-    assert (report.num_shards, report.num_repeated) == (1, 0)
+    (tmp_path / "hard.tar").hardlink_to(path)  # readers of the manifest, too, take links for the listed shard
+    for source in ([path, f"{tmp_path}/./000000.tar", tmp_path / "link.tar"], tmp_path):
+        report = tc.verify(source)
+        assert report.ok
+        assert (report.num_shards, report.num_repeated) == (1, 0)
 
 
 def test_keys_that_several_shards_have_are_counted(tmp_path: Path) -> None:

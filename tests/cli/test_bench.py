@@ -104,3 +104,4 @@ def test_refusals(cache: Path, tmp_path: Path) -> None:
     run("bench", tmp_path / "nowhere", status=2)
     for option in (("--batch-size", 0), ("--seconds", -1), ("--threads", 0)):
         run("bench", cache, *option, status=2)
+    run("bench", cache, *QUICK, "--seconds", "nan")

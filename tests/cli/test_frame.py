@@ -84,6 +84,7 @@ WRONG_USAGE = {
     ("stats", "cache", "--samples", "few"): "at least 1, or 'all'",
     ("ls", "nowhere"): "nowhere does not exist",
     ("ls", "nowhere/*.tar"): "matches no file",
+    ("ls", ""): "'' does not exist",
     ("ls", "ftp://bucket/cache"): "expected a local path, or a url",
     ("ls", "cache", "--cache", "none"): "no cache 'none'",
     ("ls", "cache", "--cache", "not a name"): "not a name",
@@ -312,6 +313,18 @@ def test_a_full_disk(server: Server, cache: Path, tmp_path: Path) -> None:
 def test_a_closed_stdout(server: Server, cache: Path, tmp_path: Path) -> None:
     for arguments in (["ls", "cache"], ["show", "cache", KEY], ["cat", "cache", KEY, "zeros"]):
         assert _run_into(server, tmp_path, arguments, -1) == (0, ""), arguments
+
+
+def _close_stdin() -> None:
+    sys.stdin.close()
+    sys.stdin = None  # type: ignore[assignment]  # as Python starts without a descriptor 0
+
+
+def test_a_closed_stdin(server: Server, cache: Path, tmp_path: Path) -> None:
+    arguments = ["drop", "cache", str(tmp_path / "out"), "--keys-from", "-"]
+    result = server.run(*arguments, cwd=cache.parent, prepare=_close_stdin)
+    assert (result.status, result.err) == (0, "")
+    assert result.out.endswith("without 0 samples\n")
 
 
 @contextmanager

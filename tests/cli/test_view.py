@@ -124,6 +124,8 @@ def test_wrong_usage(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         [photos],
         [photos, "-o", "x.html", "--serve"],
         [photos, "-o", "."],
+        [photos, "-o", ""],
+        [photos, "-o", "x/"],
         [photos, "-o", "nowhere/x.html"],
         [photos, "-o", "x.html", "--cache", "unknown"],
         [photos, "-o", "x.html", "--samples", "0"],

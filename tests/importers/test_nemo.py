@@ -14,7 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
-from tests.importers.folders import assert_samples, imported
+from tests.importers.folders import assert_samples, imported, save
 from tests.same import assert_same
 
 MODEL = {"processor": "flux", "model_name": "black-forest-labs/FLUX.1-dev", "model_type": "flux"}
@@ -67,6 +67,32 @@ def test_moved_caches(tmp_path: Path) -> None:
     assert (report.format, report.ok, report.unused) == ("nemo", True, [])
     assert_samples(expected, found)
     assert report.fingerprint["caches"] == {"one": MODEL, "two/deep": MODEL}
+
+
+def test_edits_of_images(tmp_path: Path) -> None:
+    """The files are in one folder, with relative paths; a file that is not listed is reported."""
+    expected, items = {}, []
+    for i in range(3):
+        name = f"samples/sample_{i:08d}"
+        data = {
+            "target_latent": torch.randn(16, 1, 4, 4 + i).bfloat16(),
+            "context_latents": [torch.randn(16, 1, 4, 6).bfloat16()] * i,
+            "prompt_embeddings": torch.randn(5 + i, 8).bfloat16(),
+            "metadata": {"original_ids": {"id": f"edit {i}", "row_index": i}},
+        }
+        save(data, tmp_path / "in" / f"{name}.pt")
+        items.append({"cache_file": f"{name}.pt", "original_id": f"edit {i}", "row_index": i})
+        expected[name] = {**data, "original_id": f"edit {i}", "row_index": i}
+    (tmp_path / "in" / "metadata_shard_0000.json").write_text(json.dumps(items))
+    described = {"dataset_name": "edits", "shards": ["metadata_shard_0000.json"]}
+    (tmp_path / "in" / "metadata.json").write_text(json.dumps(described))
+    found, report = imported(tmp_path / "in", tmp_path / "out")
+    assert (report.format, report.ok, report.unused) == ("nemo", True, [])
+    assert_samples(expected, found)
+    assert report.fingerprint["dataset_name"] == "edits"
+    save({}, tmp_path / "in" / "samples" / "sample_00000003.pt")
+    with pytest.raises(tc.FormatError, match="is not listed"):
+        tc.import_cache(tmp_path / "in", tmp_path / "again")
 
 
 def video_data(i: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from wds_tensorcache.checking.shard_check import Checked, check_shard
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import FormatError, Kind, format_count
 from wds_tensorcache.progress import Progress, ProgressOption
-from wds_tensorcache.reading.find_shards import find_shards, shard_names
+from wds_tensorcache.reading.find_shards import file_identity, find_shards, shard_names
 from wds_tensorcache.shards.fingerprint import as_text
 from wds_tensorcache.shards.key_table import Keys, KeyTable
 from wds_tensorcache.shards.manifest import (
@@ -190,6 +190,9 @@ class _Manifest:
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._by_digest: dict[str, str] = {}  # paths by the digest of the index
         self._unlike: dict[str, Checked] = {}  # by path: shards without the index that is listed
+        self._originals: dict[
+            str, str
+        ] = {}  # paths of shards that have lost their index, by path of a shard with that index
         entries, extra = None, dict[str, Any]()
         try:
             entries, extra = read_manifest(path)
@@ -206,7 +209,13 @@ class _Manifest:
             self._add(located)
         folder = os.path.dirname(path)
         shards = [os.path.join(folder, name) for name in shard_names(os.listdir(folder or os.curdir))]
-        unlisted = [shard for shard in shards if os.path.abspath(shard) not in self._entries]
+        listed_files = set(map(file_identity, filter(os.path.exists, self.paths)))  # links have other names
+        unlisted = [
+            shard
+            for shard in shards
+            if os.path.abspath(shard) not in self._entries
+            and not (os.path.exists(shard) and file_identity(shard) in listed_files)
+        ]
         self.paths += unlisted
         if unlisted and entries is not None and self._where == MANIFEST and not is_being_written(folder or os.curdir):
             # read again: a writer that has just ended has listed its shards
@@ -256,7 +265,7 @@ class _Manifest:
         with suppress(OSError, FormatError):  # then its faults are in the report
             digest = stored_digest(checked.path)
         self._check_copy(checked, entry, digest)
-        if checked.copy_of is None and (entry is None or entry.digest not in (None, digest)):
+        if entry is None or entry.digest not in (None, digest):
             self._unlike[checked.path] = checked
         if entry is None or checked.copy_of is not None:
             return
@@ -286,22 +295,31 @@ class _Manifest:
 
     def _check_copy(self, checked: Checked, entry: ShardEntry | None, digest: str | None) -> None:
         """Report if another listed shard has been copied over a shard."""
-        original = self._by_digest.get(digest or "", checked.path)
+        original, stored = self._by_digest.get(digest or "", checked.path), None
+        if original == checked.path or (entry and entry.digest == digest):
+            return
         with suppress(OSError, FormatError):
-            if original == checked.path or (entry and entry.digest == digest) or stored_digest(original) != digest:
-                return
+            stored = stored_digest(original)
+        if stored == digest:
             self._report_copy(checked, entry, original, "")
+        elif stored is None:
+            self._originals[checked.path] = original
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards that are part of a copy of another shard: their intact members equal its members, byte for byte."""
+        """Report shards without their listed index that share their intact members, byte for byte, with another shard."""
         if not self._unlike or not repeated:
             return
+        for path, damaged_path in self._originals.items():
+            copy, damaged = self._unlike.get(path), self._unlike.get(damaged_path)
+            with suppress(OSError):
+                if copy and damaged and damaged.ranges and _has_ranges(path, damaged):
+                    self._report_copy(copy, self._entries.get(os.path.abspath(path)), damaged_path, "")
         listed = [path for path in self.paths if path in keys and path not in self._unlike]
         owners = {key: path for path in listed for key in keys[path] if key in repeated}
         for path, checked in self._unlike.items():
             original = next((owners[key] for key in keys[path] if key in owners), None)
             with suppress(OSError):
-                if original is not None and _has_ranges(original, checked):
+                if original is not None and checked.copy_of is None and _has_ranges(original, checked):
                     self._report_copy(checked, self._entries.get(os.path.abspath(path)), original, "part of ")
 
     def _report_copy(self, checked: Checked, entry: ShardEntry | None, original: str, part: str) -> None:
@@ -317,6 +335,9 @@ def _has_ranges(path: str, checked: Checked) -> bool:
         for span in checked.ranges:
             for begin in range(span.begin, span.end, _CHUNK):
                 nbytes = min(_CHUNK, span.end - begin)
-                if os.pread(file.fileno(), nbytes, begin) != os.pread(other.fileno(), nbytes, begin):
+                content = os.pread(
+                    other.fileno(), nbytes, begin
+                )  # without the padding after the last member, if it is cut
+                if os.pread(file.fileno(), len(content), begin) != content:
                     return False
     return True

@@ -83,9 +83,9 @@ def run(arguments: Sequence[str]) -> int:
     The status is 0 for success, 1 for bad data and faults of this package, 2 for wrong usage, 130 for an interruption, and 141
     if the reader of stdout has ended.
     """
-    if sys.stdout is None or sys.stderr is None:  # closed by the shell, as in `2>&-`
-        null = open(os.devnull, "w")  # noqa: SIM115
-        sys.stdout, sys.stderr = sys.stdout or null, sys.stderr or null
+    if None in (sys.stdin, sys.stdout, sys.stderr):  # closed by the shell, as in `2>&-`
+        null = open(os.devnull, "r+")  # noqa: SIM115
+        sys.stdin, sys.stdout, sys.stderr = sys.stdin or null, sys.stdout or null, sys.stderr or null
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may lack characters
     warnings.showwarning = lambda message, *_: _say(f"tensorcache: {plain(message)}")

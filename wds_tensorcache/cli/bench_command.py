@@ -196,7 +196,7 @@ def _measure(steps: Iterator[int], seconds: float) -> float:
         for nbytes in steps:
             total += nbytes
             elapsed = perf_counter() - began
-            if elapsed >= seconds:
+            if not elapsed < seconds:  # so that NaN ends, too
                 break
     return total / elapsed
 

@@ -96,7 +96,9 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Raise UsageError if there is no such folder, or the file exists and is not a page, but for example a shard."""
+    """Raise UsageError if the path names no file or no folder, or if the file exists and is not a page, but a shard."""
+    if not os.path.basename(path):
+        raise click.UsageError(f"-o {path!r}, expected the name of a file")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
         raise click.UsageError(f"{path}: there is no folder {folder}")

@@ -100,7 +100,9 @@ def _expand(source: str) -> Iterator[str]:
     for path in expand_braces(source):
         matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
         if not matches:
-            raise FileNotFoundError(f"{path} {'matches no file' if glob.has_magic(path) else 'does not exist'}")
+            raise FileNotFoundError(
+                f"{path or repr(path)} {'matches no file' if glob.has_magic(path) else 'does not exist'}"
+            )
         for match in matches:
             if not os.path.exists(match):
                 raise FileNotFoundError(f"{match} is a link to a file that does not exist")

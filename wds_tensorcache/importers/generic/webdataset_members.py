@@ -13,8 +13,9 @@ old key. The members with tensors are decoded:
 The key of a member ends at the first dot, as in webdataset: `1.0.npy` and `1.5.npy` are the members `0.npy` and `5.npy` of one
 sample, `1`. The report has a note about members whose names begin with a digit or contain a space before the suffix.
 
-All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars are refused. If the files are
-not trusted, pickles, `.pt`, `.pth` and `.ckpt` members may contain only tensors, arrays of numbers or texts, and plain values.
+Numpy arrays become tensors. All other members, such as `.jpg`, `.json` and `.txt`, stay members as they are. Compressed tars
+are refused. If the files are not trusted, pickles, `.pt`, `.pth` and `.ckpt` members may contain only tensors, arrays of
+numbers or texts, and plain values.
 
 Symbolic and hard links in a tar are not followed, but reported.
 

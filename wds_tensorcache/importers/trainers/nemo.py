@@ -1,19 +1,20 @@
-"""NeMo Automodel (diffusion): `.pt` files in `{W}x{H}/`, listed by `metadata.json`; or a folder of `.meta` files.
+"""NeMo Automodel (diffusion): `.pt` files in `{W}x{H}/` or `samples/`, listed by `metadata.json`; or a folder of `.meta` files.
 
 `metadata.json` names `metadata_shard_0000.json`, …, which list the items: `cache_file` (an absolute path), `image_path`,
 `prompt`, `bucket_resolution` or `crop_resolution`, `original_resolution`, `bucket_id`, `aspect_ratio`, and more. The file of
-an item, `{W}x{H}/{hash}.pt` or `.meta`, is a dict:
+an item, `{W}x{H}/{hash}.pt`, `samples/sample_00000000.pt` or `.meta`, is a dict:
 
 - images: `latent`, text tensors such as `clip_hidden`, `pooled_prompt_embeds`, `prompt_embeds`, and `crop_offset`, `prompt`,
   `image_path`;
-- videos: `video_latents` `[1, C, T, H, W]`, `text_embeddings` `[1, S, E]`, `metadata`, and further entries for the model.
+- videos: `video_latents` `[1, C, T, H, W]`, `text_embeddings` `[1, S, E]`, `metadata`, and further entries for the model;
+- edits of images, in `samples/`: `target_latent`, the list `context_latents`, `prompt_embeddings` and `metadata`.
 
 Each sample is the dict of one file, with further entries from its item, such as `aspect_ratio`. The name of a sample is the
 path of the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dimension of 1 that the files have.
 
 `cache_file` is looked up in the imported folder by its last parts, so a cache that was moved or copied can be imported, and
 no file outside the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
-files, and all `.pt` files in `{W}x{H}` folders, are samples.
+files, and all `.pt` files in these folders, are samples.
 
 `.meta` files of old versions are pickles with numpy arrays, which stay arrays. Without `metadata.json`, these files and `.pt`
 files need `--format nemo`.
@@ -35,7 +36,7 @@ from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, Sou
 from wds_tensorcache.importers.source_folder import SourceFolder
 
 _METADATA = "metadata.json"
-_FILE = re.compile(r"(?:.*/)?(?:\d+x\d+(?:x\d+)?/[^/]+\.pt|[^/]+\.meta)", re.ASCII | re.DOTALL)
+_FILE = re.compile(r"(?:.*/)?(?:\d+x\d+(?:x\d+)?/[^/]+\.pt|samples/sample_\d{8}\.pt|[^/]+\.meta)", re.ASCII | re.DOTALL)
 _COUNTS = ("shards", "num_shards", "shard_size", "total_items")
 
 
@@ -129,7 +130,7 @@ def _load(folder: SourceFolder, name: str, item: dict[str, Any]) -> Loaded:
 
 FORMAT = Format(
     "nemo",
-    "NeMo Automodel: .pt files in {W}x{H}/ folders listed by metadata.json, or .meta files",
+    "NeMo Automodel: .pt files in {W}x{H}/ or samples/ folders listed by metadata.json, or .meta files",
     _recognize,
     _open,
 )
