@@ -57,7 +57,7 @@ class Member(NamedTuple):
 
 
 class Break(NamedTuple):
-    """Bytes `[offset, end)` in which no member could be read; an empty range if the file ends too soon."""
+    """Bytes `[offset, end)` in which no member could be read; empty if only the end of the archive is missing."""
 
     offset: int
     end: int

@@ -100,7 +100,7 @@ def _copy(
 def drop(source: str, out: str, keys: tuple[str, ...], keys_from: Iterable[str] | None, as_json: bool) -> None:
     """Write the new folder OUT with the samples of the folder SOURCE, but without KEYS.
 
-    A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, not copied.
+    A key may also be the original name of a sample, such as 'photo (1)'. Shards that lose no sample are linked, if possible.
     """
     if not keys and keys_from is None:
         raise click.UsageError("expected keys, or --keys-from")

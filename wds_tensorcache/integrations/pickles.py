@@ -340,7 +340,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return np.frombuffer(raw, dtype, 1)[0] if len(raw) else dtype.type()
 
     def _check_array(self, raw: Any, dtype: Any, shape: Any) -> None:
-        """Count the bytes of an array; raise FormatError unless `raw` contains an array with this dtype and shape."""
+        """Charge the bytes of an array to the limit; raise FormatError unless `raw` fits this dtype and shape."""
         is_shape = shape.__class__ is tuple and all(n.__class__ is int and n >= 0 for n in shape)
         if not isinstance(dtype, np.dtype) or raw.__class__ not in (bytes, bytearray) or not is_shape:
             raise FormatError(f"expected bytes, a dtype and a shape, got {shown(raw)}, {shown(dtype)}, {shown(shape)}")

@@ -454,7 +454,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return choose_alternatives(request, alternatives, chooser)
 
     def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
-        """Return shapes by tensor name, int64 `[B, ndim]`, zeros for a sample that lacks the tensor; None if `ndim` differs."""
+        """Return shapes by tensor name, int64 `[B, ndim]`, or None where `ndim` differs; zeros if a sample lacks the tensor."""
         from wds_tensorcache.reading.batch.columns import with_chosen
 
         layouts, wanted = request.layouts(), request.structures.wanted

@@ -251,7 +251,7 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
 
 
 def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return patterns that also match all tensors below a container whose name matches one of `patterns`."""
+    """Return `patterns`, and a pattern for the tensors inside each matching container."""
     patterns = tuple(patterns)
     return (*patterns, *(f"{pattern}.*" for pattern in patterns))
 

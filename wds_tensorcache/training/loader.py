@@ -14,7 +14,7 @@ from itertools import islice
 from threading import current_thread
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -347,7 +347,7 @@ class Loader(BaseLoader):
         num_scheduled = 0 if pool is None else self._ahead.most
         scheduled, jobs = deque[tuple[Step, Position]](), deque[Future[Any]]()
         self._scheduled, self._jobs = scheduled, jobs
-        _STARTED.add(self)
+        _STARTED[self] = None
         end = self._sampler._end_of_loop(planned)
         try:
             while True:
@@ -435,13 +435,14 @@ def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
 
 
 # when the interpreter has cleared its modules, a suspended generator cannot end its threads
-_STARTED: WeakSet[Loader] = WeakSet()
+_STARTED: WeakKeyDictionary[Loader, None] = WeakKeyDictionary()
 
 
 @atexit.register
 def _close_all() -> None:
-    for loader in list(_STARTED):
-        loader.close()
+    for ref in _STARTED.keyrefs():  # a copy, because daemon threads may begin iterations meanwhile
+        if (loader := ref()) is not None:
+            loader.close()
 
 
 def _is_reader() -> bool:

@@ -236,7 +236,7 @@ class Batch:
 
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
-        ValueError: The batch is a tuple, a sample is None, or a list, tensor or array does not have `count` rows.
+        ValueError: A sample is None, or the batch or a value in its dicts is a tuple or lacks `count` rows.
 
     Memory: tensors and arrays are copied, so that `fn` may reuse its memory. Copies from a device go to pinned memory,
         on the device's current stream; `rows` waits for them.

@@ -1,1 +1,1 @@
-"""Formats of trainers: one module for each program."""
+"""Formats of trainers, and modules that they share."""
