@@ -161,6 +161,34 @@ def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
             future.result()
 
 
+def test_fork_while_a_thread_looks_up_the_first_key(tmp_path: Path) -> None:
+    """Long keys that do not ascend: the first look-up takes most of the time."""
+    count = 10_000
+    keys = [f"{i * 7919 % count:06d}" * 13 for i in range(count)]
+    with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
+        for i, key in enumerate(keys):
+            sink.write(key, {"i": i})
+    stop = threading.Event()
+
+    def find() -> None:
+        with tc.open(tmp_path) as cache:
+            assert cache[keys[7]]["i"] == 7
+
+    def find_again() -> None:
+        while not stop.is_set():
+            find()
+
+    find()  # imports modules, whose locks Python does not release in a child
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(find_again)
+        try:
+            for _ in range(3):
+                assert run_in_child(find, kill_after_s=20) == 0
+        finally:
+            stop.set()
+        future.result()
+
+
 # --- threads ---
 
 
