@@ -189,6 +189,29 @@ def test_fork_while_a_thread_looks_up_the_first_key(tmp_path: Path) -> None:
         future.result()
 
 
+def test_fork_while_a_thread_decodes_batches(tmp_path: Path) -> None:
+    """The child uses the batch whose values the thread is decoding."""
+    count, batches, stop = 2000, list[Any](), threading.Event()
+    write(tmp_path, [{"x": torch.zeros(1), "text": f"text {i}"} for i in range(count)], max_samples=count)
+
+    def decode() -> None:
+        while not stop.is_set():
+            with tc.open(tmp_path) as cache:
+                batches.append(cache.read_batch(range(count)))
+                assert batches[-1]["text"][7] == "text 7"
+
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(decode)
+        try:
+            while not batches:
+                stop.wait(0.001)
+            for _ in range(4):
+                assert run_in_child(lambda: batches[-1]["text"].tolist().index("text 9"), kill_after_s=20) == 0
+        finally:
+            stop.set()
+        future.result()
+
+
 # --- threads ---
 
 
