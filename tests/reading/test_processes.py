@@ -215,6 +215,23 @@ def test_fork_while_a_thread_decodes_batches(tmp_path: Path) -> None:
 # --- threads ---
 
 
+def test_each_thread_has_its_own_collate(tmp_path: Path) -> None:
+    """Samples lack tensors, which `collate` fixes; comparing arguments runs code of the caller, while another thread reads."""
+    names = ["x", "y", "z"]
+    samples = [{name: torch.zeros(2) for name in names[:count]} for count in (1, 2, 3)]
+
+    class Ways(dict[str, Any]):
+        def __ne__(self, other: object) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                with ThreadPoolExecutor(1) as executor:
+                    assert executor.submit(cache.read_batch, [0], collate={"z": "pad"}).result().keys() == {"x", "z"}
+            return dict(self) != other
+
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(2):
+            assert cache.read_batch([0], collate=Ways(y="pad")).keys() == {"x", "y"}
+
+
 def test_closing_while_threads_read(folder: str) -> None:
     cache, started = tc.open(folder, num_threads=2), threading.Barrier(5)
 
