@@ -232,6 +232,34 @@ def test_each_thread_has_its_own_collate(tmp_path: Path) -> None:
             assert cache.read_batch([0], collate=Ways(y="pad")).keys() == {"x", "y"}
 
 
+def test_threads_open_shards_without_an_index(tmp_path: Path) -> None:
+    """Two threads at a time scan samples that have the same names, but are tensors in one shard and arrays in the other."""
+    for i in range(100):
+        for kind, swap in (("t", False), ("a", True)):
+            with tc.ShardWriter(
+                tmp_path / f"{i}{kind}.tar", footer=False, dali_index=False, manifest=False, fsync=False
+            ) as sink:
+                values = (torch.zeros(2), np.zeros(2, np.float32))
+                for number in range(12):
+                    sink.write(
+                        f"{number}", dict(zip((f"x{i}", "y"), reversed(values) if swap else values, strict=True))
+                    )
+
+    def kinds(name: str) -> set[Any]:
+        with tc.open(tmp_path / name) as cache:
+            return {tensor.dtype for tensor in cache.schema.values()}
+
+    expected = {torch.float32, np.dtype(np.float32)}
+    seconds = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as executor:
+            for i in range(100):
+                assert list(executor.map(kinds, [f"{i}t.tar", f"{i}a.tar"])) == [expected, expected]
+    finally:
+        sys.setswitchinterval(seconds)
+
+
 def test_closing_while_threads_read(folder: str) -> None:
     cache, started = tc.open(folder, num_threads=2), threading.Barrier(5)
 
