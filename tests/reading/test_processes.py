@@ -147,6 +147,102 @@ def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
             future.result()
 
 
+def test_fork_while_a_thread_looks_up_the_first_key(tmp_path: Path) -> None:
+    """Long keys that do not ascend: the first look-up takes most of the time."""
+    count = 10_000
+    keys = [f"{i * 7919 % count:06d}" * 13 for i in range(count)]
+    with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
+        for i, key in enumerate(keys):
+            sink.write(key, {"i": i})
+    stop = threading.Event()
+
+    def find() -> None:
+        with tc.open(tmp_path) as cache:
+            assert cache[keys[7]]["i"] == 7
+
+    def find_again() -> None:
+        while not stop.is_set():
+            find()
+
+    find()  # imports modules, whose locks Python does not release in a child
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(find_again)
+        try:
+            for _ in range(3):
+                assert run_in_child(find, kill_after_s=60) == 0
+        finally:
+            stop.set()
+        future.result()
+
+
+def test_fork_while_a_thread_decodes_batches(tmp_path: Path) -> None:
+    """The child uses the batch whose values the thread is decoding."""
+    count, batches, stop = 2000, list[Any](), threading.Event()
+    write(tmp_path, [{"x": torch.zeros(1), "text": f"text {i}"} for i in range(count)], max_samples=count)
+
+    def decode() -> None:
+        while not stop.is_set():
+            with tc.open(tmp_path) as cache:
+                batches.append(cache.read_batch(range(count)))
+                assert batches[-1]["text"][7] == "text 7"
+
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(decode)
+        try:
+            while not batches:
+                stop.wait(0.001)
+            for _ in range(4):
+                assert run_in_child(lambda: batches[-1]["text"].tolist().index("text 9"), kill_after_s=60) == 0
+        finally:
+            stop.set()
+        future.result()
+
+
+def test_each_thread_has_its_own_collate(tmp_path: Path) -> None:
+    """Samples lack tensors, which `collate` fixes; comparing arguments runs code of the caller, while another thread reads."""
+    names = ["x", "y", "z"]
+    samples = [{name: torch.zeros(2) for name in names[:count]} for count in (1, 2, 3)]
+
+    class Ways(dict[str, Any]):
+        def __ne__(self, other: object) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                with ThreadPoolExecutor(1) as executor:
+                    assert executor.submit(cache.read_batch, [0], collate={"z": "pad"}).result().keys() == {"x", "z"}
+            return dict(self) != other
+
+    with tc.open(write(tmp_path, samples)) as cache:
+        for _ in range(2):
+            assert cache.read_batch([0], collate=Ways(y="pad")).keys() == {"x", "y"}
+
+
+def test_threads_open_shards_without_an_index(tmp_path: Path) -> None:
+    """Two threads at a time scan samples that have the same names, but are tensors in one shard and arrays in the other."""
+    for i in range(100):
+        for kind, swap in (("t", False), ("a", True)):
+            with tc.ShardWriter(
+                tmp_path / f"{i}{kind}.tar", footer=False, dali_index=False, manifest=False, fsync=False
+            ) as sink:
+                values = (torch.zeros(2), np.zeros(2, np.float32))
+                for number in range(12):
+                    sink.write(
+                        f"{number}", dict(zip((f"x{i}", "y"), reversed(values) if swap else values, strict=True))
+                    )
+
+    def kinds(name: str) -> set[Any]:
+        with tc.open(tmp_path / name) as cache:
+            return {tensor.dtype for tensor in cache.schema.values()}
+
+    expected = {torch.float32, np.dtype(np.float32)}
+    seconds = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(2) as executor:
+            for i in range(100):
+                assert list(executor.map(kinds, [f"{i}t.tar", f"{i}a.tar"])) == [expected, expected]
+    finally:
+        sys.setswitchinterval(seconds)
+
+
 def test_closing_while_threads_read(folder: str) -> None:
     cache, started = tc.open(folder, num_threads=2), threading.Barrier(5)
 

@@ -207,7 +207,7 @@ def match_body(
     parts = template.match(skeleton, begin)
     if parts is MISS:
         return None
-    for reference in _resolve_template(layout, template):
+    for reference in _resolve_template(layout, template)[1]:
         parts.append(open_tensor(reference, source, lazy))
     return template, parts
 
@@ -251,11 +251,12 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[
     if values is MISS:
         sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
         return _in_order(layout, texts), further_names(sample)
-    references = _resolve_template(layout, template)
-    if form.names[0] is not template:
+    _, references, texts = _resolve_template(layout, template)
+    names = form.names
+    if names[0] is not template:
         tensors = [open_tensor(reference, _NOWHERE, True) for reference in references]
-        form.names = template, further_names(template.build([*values, *tensors]))
-    return layout.resolved[2], form.names[1]
+        names = form.names = template, further_names(template.build([*values, *tensors]))
+    return texts, names[1]
 
 
 _NOWHERE = MemorySource(b"")
@@ -266,13 +267,13 @@ def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(by_name[name] for name in layout.tensors)
 
 
-def _resolve_template(layout: Layout, template: Template) -> tuple[Reference, ...]:
-    # The template may come from a sample with a different layout.
-    resolved, references, _ = layout.resolved
-    if resolved is not template:
+def _resolve_template(layout: Layout, template: Template) -> tuple[Template, tuple[Reference, ...], tuple[str, ...]]:
+    """Return `Layout.resolved` for a template, which may come from a sample with a different layout."""
+    resolved = layout.resolved  # read once, because other threads replace it
+    if resolved[0] is not template:
         references = tuple(resolve(layout, text) for text in template.references)
-        layout.resolved = template, references, _in_order(layout, template.references)
-    return references  # type: ignore[no-any-return]
+        resolved = layout.resolved = template, references, _in_order(layout, template.references)
+    return resolved
 
 
 def open_tensor(reference: Reference, source: ByteSource, lazy: bool) -> Any:

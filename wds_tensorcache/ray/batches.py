@@ -78,8 +78,8 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
     Returns:
         By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if shapes and dtypes agree. Otherwise a list of
         B tensors, with None where a sample lacks the tensor. Numbers without nulls become a tensor `[B]`; other values, and
-        nullable columns of pandas, become a list. numpy arrays of texts and dates stay numpy arrays. The column `__tensorcache__`
-        is left out.
+        nullable columns of pandas, become a list. numpy arrays of texts and dates stay numpy arrays. The column
+        `__tensorcache__` is left out.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.

@@ -613,11 +613,12 @@ class TensorCache(Cache[_Sample]):
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names
-        if self._last_fixed is None or self._last_fixed[0] != collate:
+        last = self._last_fixed  # read once, because another thread may replace it
+        if last is None or last[0] != collate:
             ways = collate if isinstance(collate, Collate) else as_collate(collate, 0)
             fixed = tuple(dict.fromkeys([*self._names, *filter(ways.fixes, self._batch_names())]))
-            self._last_fixed = copy.copy(collate), fixed
-        return self._last_fixed[1]
+            last = self._last_fixed = copy.copy(collate), fixed
+        return last[1]
 
     def _batch_names(self) -> list[str]:
         return list(filter(self._wanted, whole_schema(self._store)))

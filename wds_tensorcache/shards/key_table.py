@@ -7,7 +7,6 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import lt, mul
 from struct import unpack
@@ -154,10 +153,11 @@ class KeyTable:
         columns = [column for keys, rows in self._parts if (column := keys.ascending(rows)) is not None]
         ascend = len(columns) == len(counts) and all(map(lt, self._lasts, map(self.raw, self._starts[1:-1])))
         self._columns = columns if ascend else None
+        # Hazard: before Python 3.12, a child that is forked during a `cached_property` finds its lock held forever.
+        self._packed = self._pack() if self._columns is None else np.empty(0, np.uint64)
 
-    @cached_property
-    def _packed(self) -> Array:
-        """The hashes of the keys, ascending. The position of a key replaces the low bits of its hash."""
+    def _pack(self) -> Array:
+        """Return the hashes of the keys, ascending. The position of a key replaces the low bits of its hash."""
         packed = np.empty(self._starts[-1], np.uint64)
         for (keys, rows), (first, last) in zip(self._parts, pairwise(self._starts), strict=True):
             packed[first:last] = (keys.hashes(rows) & ~self._mask) | np.arange(first, last, dtype=np.uint64)

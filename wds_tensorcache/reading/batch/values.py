@@ -18,6 +18,7 @@ from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
+from wds_tensorcache.storage.threads import per_process
 
 
 class _Tensor:
@@ -100,7 +101,7 @@ class Decoded:
         self.structure = request.structures.structure_for(layouts, request.fixed)  # of the batch
         self._request = request
         self._layouts = layouts
-        self._lock = threading.Lock()
+        self._lock = per_process(threading.Lock)
         self._groups: list[_Group] = []  # empty until the skeletons are read
 
     def __len__(self) -> int:
@@ -108,7 +109,7 @@ class Decoded:
 
     def column(self, path: Path) -> list[Any]:
         """Return the value at `path` of each sample; raise BatchError if structures differ or an index lacks names."""
-        with self._lock:
+        with self._lock():
             try:
                 groups = self._groups = self._groups or self._read()
             except NewNames as exc:
@@ -117,7 +118,7 @@ class Decoded:
 
     def find(self, find: Find) -> list[Any]:
         """Call `find` for each sample without its tensors, and return the results; [] if a sample matches no template."""
-        with self._lock:
+        with self._lock():
             groups = self._groups = self._groups or self._read(may_build=False)
             if not groups or any(group.template is None for group in groups):
                 return []
@@ -125,7 +126,7 @@ class Decoded:
 
     def check(self) -> None:
         """Read the skeletons; raise BatchError if a sample's structure differs, NewNames if an index lacks names."""
-        with self._lock:
+        with self._lock():
             self._groups = self._groups or self._read()
 
     def _read(self, *, may_build: bool = True) -> list[_Group]:
