@@ -190,9 +190,8 @@ class _Manifest:
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._by_digest: dict[str, str] = {}  # paths by the digest of the index
         self._unlike: dict[str, Checked] = {}  # by path: shards without the index that is listed
-        self._originals: dict[
-            str, str
-        ] = {}  # paths of shards that have lost their index, by path of a shard with that index
+        # paths of shards that have lost their index, by the path of another shard that has it
+        self._originals: dict[str, str] = {}
         entries, extra = None, dict[str, Any]()
         try:
             entries, extra = read_manifest(path)
@@ -335,9 +334,8 @@ def _has_ranges(path: str, checked: Checked) -> bool:
         for span in checked.ranges:
             for begin in range(span.begin, span.end, _CHUNK):
                 nbytes = min(_CHUNK, span.end - begin)
-                content = os.pread(
-                    other.fileno(), nbytes, begin
-                )  # without the padding after the last member, if it is cut
+                # the padding after the last member may be cut
+                content = os.pread(other.fileno(), nbytes, begin)
                 if os.pread(file.fileno(), len(content), begin) != content:
                     return False
     return True
