@@ -155,6 +155,17 @@ def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+def test_interrupt_while_workers_start(tmp_path: Path) -> None:
+    source = write_files(tmp_path / "in", 200)
+    with open(os.devnull) as null, Output() as said, Output() as err:
+        arguments = ["import", str(source), str(tmp_path / "out"), "--max-samples", "4"]
+        process = the_server().start(arguments, (null.fileno(), said.fileno, err.fileno), source)
+        wait_until(lambda: children_of(process.pid) or not is_alive(process.pid))
+        send(signal.SIGINT, process.pid, *children_of(process.pid))
+        assert process.wait() == 130
+        assert "Traceback" not in err.read().decode()
+
+
 @pytest.mark.parametrize(
     ("number", "victim", "status", "message"),
     [

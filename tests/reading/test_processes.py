@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
+from tests.children import run_in_child, switching_often
 from tests.conftest import diffusion_sample
 from tests.reading.batches import write
 from tests.same import assert_same
@@ -126,76 +127,68 @@ def test_data_loader(cache: tc.TensorCache) -> None:
         assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
 
 
-def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
+@contextlib.contextmanager
+def threads(work: Callable[[int], None], count: int = 1) -> Iterator[None]:
+    """Call `work` again and again, each thread with its number, until the block ends."""
     stop = threading.Event()
 
-    def read(seed: int) -> None:
-        rng = np.random.default_rng(seed)
+    def work_again(number: int) -> None:
         while not stop.is_set():
-            numbers = rng.integers(0, COUNT, 4)
-            assert cache.read_batch(numbers)["big"][:, 0].tolist() == numbers.tolist()
-            assert cache[int(numbers[0])]["big"][5].item() == numbers[0]
+            work(number)
 
-    with ThreadPoolExecutor(3) as executor:
-        futures = [executor.submit(read, seed) for seed in range(3)]
+    with ThreadPoolExecutor(count) as executor:
+        futures = [executor.submit(work_again, number) for number in range(count)]
         try:
-            for _ in range(5):
-                assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
+            yield
         finally:
             stop.set()
         for future in futures:
             future.result()
 
 
+def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
+    seeded = [np.random.default_rng(seed) for seed in range(3)]
+
+    def read(number: int) -> None:
+        numbers = seeded[number].integers(0, COUNT, 4)
+        assert cache.read_batch(numbers)["big"][:, 0].tolist() == numbers.tolist()
+        assert cache[int(numbers[0])]["big"][5].item() == numbers[0]
+
+    with threads(read, 3):
+        for _ in range(5):
+            assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
+
+
 def test_fork_while_a_thread_looks_up_the_first_key(tmp_path: Path) -> None:
     """Long keys that do not ascend: the first look-up takes most of the time."""
-    count = 10_000
-    keys = [f"{i * 7919 % count:06d}" * 13 for i in range(count)]
-    with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
-        for i, key in enumerate(keys):
-            sink.write(key, {"i": i})
-    stop = threading.Event()
+    keys = [f"{i * 7919 % 10_000:06d}" * 13 for i in range(10_000)]
+    path = write(tmp_path / "a.tar", {key: {"i": i} for i, key in enumerate(keys)})
 
-    def find() -> None:
-        with tc.open(tmp_path) as cache:
+    def find(_: int = 0) -> None:
+        with tc.open(path) as cache:
             assert cache[keys[7]]["i"] == 7
 
-    def find_again() -> None:
-        while not stop.is_set():
-            find()
-
     find()  # imports modules, whose locks Python does not release in a child
-    with ThreadPoolExecutor(1) as executor:
-        future = executor.submit(find_again)
-        try:
-            for _ in range(3):
-                assert run_in_child(find, kill_after_s=60) == 0
-        finally:
-            stop.set()
-        future.result()
+    with threads(find):
+        for _ in range(3):
+            assert run_in_child(find, kill_after_s=60) == 0
 
 
 def test_fork_while_a_thread_decodes_batches(tmp_path: Path) -> None:
     """The child uses the batch whose values the thread is decoding."""
-    count, batches, stop = 2000, list[Any](), threading.Event()
-    write(tmp_path, [{"x": torch.zeros(1), "text": f"text {i}"} for i in range(count)], max_samples=count)
+    path = write(tmp_path / "a.tar", [{"x": torch.zeros(1), "text": f"text {i}"} for i in range(2000)])
+    batches, has_begun = list[Any](), threading.Event()
 
-    def decode() -> None:
-        while not stop.is_set():
-            with tc.open(tmp_path) as cache:
-                batches.append(cache.read_batch(range(count)))
-                assert batches[-1]["text"][7] == "text 7"
+    def decode(_: int) -> None:
+        with tc.open(path) as cache:
+            batches.append(cache.read_batch(range(2000)))
+            has_begun.set()
+            assert batches[-1]["text"][7] == "text 7"
 
-    with ThreadPoolExecutor(1) as executor:
-        future = executor.submit(decode)
-        try:
-            while not batches:
-                stop.wait(0.001)
-            for _ in range(4):
-                assert run_in_child(lambda: batches[-1]["text"].tolist().index("text 9"), kill_after_s=60) == 0
-        finally:
-            stop.set()
-        future.result()
+    with threads(decode):
+        has_begun.wait()
+        for _ in range(4):
+            assert run_in_child(lambda: batches[-1]["text"].tolist().index("text 9"), kill_after_s=60) == 0
 
 
 def test_each_thread_has_its_own_collate(tmp_path: Path) -> None:
@@ -217,30 +210,22 @@ def test_each_thread_has_its_own_collate(tmp_path: Path) -> None:
 
 def test_threads_open_shards_without_an_index(tmp_path: Path) -> None:
     """Two threads at a time scan samples that have the same names, but are tensors in one shard and arrays in the other."""
+    values, options = (
+        (torch.zeros(2), np.zeros(2, np.float32)),
+        {"footer": False, "dali_index": False, "manifest": False},
+    )
     for i in range(100):
-        for kind, swap in (("t", False), ("a", True)):
-            with tc.ShardWriter(
-                tmp_path / f"{i}{kind}.tar", footer=False, dali_index=False, manifest=False, fsync=False
-            ) as sink:
-                values = (torch.zeros(2), np.zeros(2, np.float32))
-                for number in range(12):
-                    sink.write(
-                        f"{number}", dict(zip((f"x{i}", "y"), reversed(values) if swap else values, strict=True))
-                    )
+        for kind, pair in (("t", values), ("a", values[::-1])):
+            write(tmp_path / f"{i}{kind}.tar", [dict(zip((f"x{i}", "y"), pair, strict=True))] * 12, **options)
 
     def kinds(name: str) -> set[Any]:
         with tc.open(tmp_path / name) as cache:
             return {tensor.dtype for tensor in cache.schema.values()}
 
     expected = {torch.float32, np.dtype(np.float32)}
-    seconds = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(2) as executor:
-            for i in range(100):
-                assert list(executor.map(kinds, [f"{i}t.tar", f"{i}a.tar"])) == [expected, expected]
-    finally:
-        sys.setswitchinterval(seconds)
+    with switching_often(), ThreadPoolExecutor(2) as executor:
+        for i in range(100):
+            assert list(executor.map(kinds, [f"{i}t.tar", f"{i}a.tar"])) == [expected, expected]
 
 
 def test_closing_while_threads_read(folder: str) -> None:

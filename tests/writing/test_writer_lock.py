@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import struct
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 import wds_tensorcache as tc
-from tests.children import run_in_child, start
+from tests.children import run_in_child, start, switching_often
 
 
 def begin(pattern: Path, *, with_child: bool = False) -> tuple[int, int]:
@@ -78,17 +77,14 @@ def test_a_second_one_while_other_threads_write(tmp_path: Path) -> None:
         while not is_done.is_set():
             tc.ShardWriter(tmp_path / "b" / "%03d.tar", fsync=False, overwrite=True).close()
 
-    seconds = sys.getswitchinterval()
     other = threading.Thread(target=write_elsewhere)
-    with tc.ShardWriter(tmp_path / "a" / "%03d.tar", fsync=False):
+    with tc.ShardWriter(tmp_path / "a" / "%03d.tar", fsync=False), switching_often():
         other.start()
-        sys.setswitchinterval(1e-5)
         try:
             for _ in range(15):
                 with pytest.raises(FileExistsError, match="an unfinished writer of this process"):
                     tc.ShardWriter(tmp_path / "a" / "%03d.tar")
         finally:
-            sys.setswitchinterval(seconds)
             is_done.set()
             other.join()
 
