@@ -137,8 +137,8 @@ class Conversion:
             pool = ThreadPoolExecutor(max(1, num_workers), initializer=torch.set_num_threads, initargs=(1,))
             write = self.write_shard
         try:
-            # Workers start first: a bar may have a thread, and a process with threads must not be forked. Until then, Ctrl-C has
-            # to wait: Python loses it in its own functions for forks, and a worker ignores it only after `_begin_worker`.
+            # Workers start first: a bar may have a thread, and a process with threads must not be forked. Until then, Ctrl-C
+            # has to wait: Python loses it in its own functions for forks, and a worker ignores it only after `_begin_worker`.
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 futures = [pool.submit(write, slot, *shard) for slot, shard in enumerate(shards.items(), 1)]
