@@ -35,16 +35,6 @@ LIES: dict[str, Change] = {
 }
 
 
-def many_layouts(num_forms: int) -> Change:
-    """Return a change that adds forms and layouts that no sample has."""
-    forms = [[["x", "U8", 1], ["b", "BOOL", 1]], *[[["x", "U8", 1]]] * num_forms]
-    names = ("form", "data_begin", "dims")
-    return both(
-        rename(forms=forms, references=[[f"tensor:{name}" for name, *_ in form] for form in forms]),
-        lambda arrays: arrays.update({f"layouts.{n}": np.tile(arrays[f"layouts.{n}"], 5 * num_forms) for n in names}),
-    )
-
-
 USES: list[Callable[[Any, int], Any]] = [
     lambda cache, i: tc.realize(cache[i]),
     lambda cache, i: tc.realize(cache[f"k{i}"]),
@@ -72,7 +62,15 @@ def test_forms_and_layouts_without_number(tmp_path: Path) -> None:
     """A pass over all layouts for each form took minutes for a few megabytes."""
     for num_forms in (6_000, 60_000):
         path = write(tmp_path / f"{num_forms}.tar")
-        forge(path, many_layouts(num_forms))
+        forms = [[["x", "U8", 1], ["b", "BOOL", 1]], *[[["x", "U8", 1]]] * num_forms]  # and layouts that no sample has
+        texts = [[f"tensor:{name}" for name, *_ in form] for form in forms]
+
+        def grow(arrays: Any, count: int = 5 * num_forms) -> None:
+            arrays.update(
+                {f"layouts.{n}": np.tile(arrays[f"layouts.{n}"], count) for n in ("form", "data_begin", "dims")}
+            )
+
+        forge(path, both(rename(forms=forms, references=texts), grow))
         started = time.process_time()
         # memory is traced for the shorter one: it takes much time
         with little_memory(100_000_000) if num_forms == 6_000 else contextlib.nullcontext(), tc.open(path) as cache:

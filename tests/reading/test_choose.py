@@ -273,17 +273,14 @@ def test_samples_without_an_alternative(tmp_path: Path) -> None:
             next(iter(DataLoader([1, 0], batch_size=2, num_workers=1, collate_fn=read, timeout=60)))  # type: ignore[arg-type]
 
 
-def with_mask(i: int) -> dict[str, Any]:
-    captions = [f"c{i}{number}" for number in range(1 + i % 3)]
-    latent = torch.full((2,), float(i))
-    masks: tuple[Any, ...] = (torch.full((1 + i % 2, 2), i), None, None, None)
-    more = [i, None if i % 4 else latent + 1]
-    return {"latent": latent, "flipped": -latent, "mask": masks[i % 4], "captions": captions, "more": more}
-
-
 @pytest.fixture
 def masked(tmp_path: Path) -> Any:
-    return tc.open(write(tmp_path, [with_mask(i) for i in range(8)], max_samples=8))
+    samples = []
+    for i in range(8):
+        latent, captions = torch.full((2,), float(i)), [f"c{i}{number}" for number in range(1 + i % 3)]
+        mask, more = (None, [i, None]) if i % 4 else (torch.full((1 + i % 2, 2), i), [i, latent + 1])
+        samples.append({"latent": latent, "flipped": -latent, "mask": mask, "captions": captions, "more": more})
+    return tc.open(write(tmp_path, samples, max_samples=8))
 
 
 CHOOSE_MASKED = {"image": ["latent", "flipped"], "caption": "captions.*"}
@@ -352,20 +349,15 @@ def test_a_container_of_tensors_is_no_alternative(folder: str, cache: Any) -> No
     assert set(cache.select(["cond"]).schema) == {"cond.0"}
 
 
-def with_pairs(i: int) -> dict[str, Any]:
-    """A sample whose texts and captions belong together."""
-    numbers = range(2 + i % 3)
-    return {
-        "texts": [torch.tensor([i, number]) for number in numbers],
-        "captions": [f"{i} {number}" for number in numbers],
-        "tags": {"a": [f"{i} {number}" for number in numbers]},
-        "more": ["one", "two"],
-    }
-
-
 @pytest.fixture
 def paired(tmp_path: Path) -> Any:
-    return tc.open(write(tmp_path, [with_pairs(i) for i in range(COUNT)], max_samples=7))
+    """Samples whose texts and captions belong together."""
+    samples = []
+    for i in range(COUNT):
+        texts = [torch.tensor([i, number]) for number in range(2 + i % 3)]
+        captions, tags = ([f"{i} {number}" for number in range(2 + i % 3)] for _ in range(2))
+        samples.append({"texts": texts, "captions": captions, "tags": {"a": tags}, "more": ["one", "two"]})
+    return tc.open(write(tmp_path, samples, max_samples=7))
 
 
 TOGETHER = {("text", "caption", "tag"): ("texts.*", "captions.*", "tags.a.*")}
@@ -420,10 +412,6 @@ NAMES = ["texts", "captions"]
 KEYS = ["1", "2", "9", "10", "13", "31", "a", "é", "b c", "x.y"]
 
 
-def natural(key: str) -> tuple[bool, int, str]:
-    return (not key.isdecimal(), int(key) if key.isdecimal() else 0, key)
-
-
 @pytest.mark.parametrize("kind", ["value", "tensor"])
 def test_names_that_are_chosen_together_are_paired_by_name(kind: str, tmp_path: Path) -> None:
     """Dicts have any order of keys, and lists more than ten items. The model pairs keys; tensors and captions contain them."""
@@ -445,7 +433,8 @@ def test_names_that_are_chosen_together_are_paired_by_name(kind: str, tmp_path: 
         make = (lambda i, key: f"{i} {key}") if kind == "value" else text
         parts = list(zip(NAMES, are_lists, (text, make), strict=True))
         samples = [{name: container(keys, is_list, partial(of, i)) for name, is_list, of in parts} for i in range(4)]
-        ordered, first = sorted(keys, key=natural), random.choice(keys)
+        ordered = sorted(keys, key=lambda key: (not key.isdecimal(), int(key) if key.isdecimal() else 0, key))
+        first = random.choice(keys)
         ways = [["*"], [first, "*"], random.sample(keys, len(keys)), [first, "[!0-9]*", "[0-9]*"], [first, "[13]"]]
         wanted = ways[case % 5]
         matches = [[key] if key in keys else fnmatch.filter(ordered, key) for key in wanted]

@@ -26,11 +26,6 @@ def cache(folders: tuple[str, str]) -> Any:
     return tc.open(folders[0])
 
 
-@pytest.fixture
-def more(folders: tuple[str, str]) -> Any:
-    return tc.open(folders[1])
-
-
 def test_the_choice_is_what_the_batch_has(cache: Any) -> None:
     chosen: set[tuple[str, str]] = set()
     (loader,) = loaders(1, 5, cache=cache, transform=None)
@@ -97,11 +92,11 @@ def test_rows_that_fill_the_last_step(cache: Any, last: str) -> None:
         assert all(len(each) == 1 for each in rows.values())
 
 
-def test_a_sample_that_occurs_twice_in_a_batch(cache: Any, more: Any) -> None:
+def test_a_sample_that_occurs_twice_in_a_batch(cache: Any, folders: tuple[str, str]) -> None:
     """Weights draw it twice in one epoch, with the same draws; in a mix or with repeats, each pass draws anew."""
     weights = np.zeros(COUNT)
     weights[[3, 7]] = 1
-    few: Any = more[:2]
+    few: Any = tc.open(folders[1])[:2]
     for options, is_same in (
         ({"cache": cache, "weights": weights}, True),
         ({"mix": {"a": (cache, 0.0), "b": (few, 1.0)}}, False),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.stalls import GPU, no_hidden_waits, stall
 from wds_tensorcache.reading.batch.batch_memory import to_device
 from wds_tensorcache.reading.transfer import Transfer, copying_stream
@@ -19,13 +19,11 @@ COUNT = 26  # a last batch with padding
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("loader_gpu")
-    with tc.ShardWriter(path / "%d.tar", max_samples=10, fsync=False) as sink:
-        for i in range(COUNT):
-            sample = {"large": torch.full((3, 50_000), float(i)), "i": i}
-            sink.write(f"{i:02d}", sample | ({"mask": torch.full((1 << 20,), i)} if i % 2 else {}))
-    return path
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    samples: list[Any] = [{"large": torch.full((3, 50_000), float(i)), "i": i} for i in range(COUNT)]
+    for i in range(1, COUNT, 2):
+        samples[i]["mask"] = torch.full((1 << 20,), i)
+    return write(tmp_path_factory.mktemp("loader_gpu"), samples, max_samples=10)
 
 
 def stacked(samples: list[Any]) -> dict[str, Any]:

@@ -21,17 +21,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write(tmp_path_factory.mktemp("ranks") / "data.tar", [{"x": torch.tensor(i)} for i in range(21)])
 
 
-def check_groups(cache: Any, rank: int) -> None:
-    data = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
-    halves = [keys(tc.Loader(cache, 4, rank=number, world_size=2)) for number in range(2)]
-    assert keys(tc.Loader(cache, 4, group=dist.new_group([0, 1]))) == halves[rank]
-    assert keys(tc.Loader(cache, 4, group=data["data"])) == halves[rank]
-    whole = tc.Loader(cache, 4, group=data["tensor"])  # tensor parallel ranks have the same samples
-    assert [key for batch in keys(whole) for key in batch] == list(cache.keys())
-    with pytest.raises(ValueError, match="2 dimensions"):
-        tc.Loader(cache, 4, group=data)
-
-
 def check_late(path: str, store: Path, rank: int) -> None:
     cache = tc.open(path)
     loaders: dict[str, Any] = {
@@ -55,7 +44,14 @@ def check_late(path: str, store: Path, rank: int) -> None:
         wanted.set_epoch(1 if name == "resumed" else 0)
         assert len(loader) == len(wanted), name
         assert keys(loader) == keys(wanted), name
-    check_groups(cache, rank)
+    data = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    halves = [keys(tc.Loader(cache, 4, rank=number, world_size=2)) for number in range(2)]
+    assert keys(tc.Loader(cache, 4, group=dist.new_group([0, 1]))) == halves[rank]
+    assert keys(tc.Loader(cache, 4, group=data["data"])) == halves[rank]
+    whole = tc.Loader(cache, 4, group=data["tensor"])  # tensor parallel ranks have the same samples
+    assert [key for batch in keys(whole) for key in batch] == list(cache.keys())
+    with pytest.raises(ValueError, match="2 dimensions"):
+        tc.Loader(cache, 4, group=data)
     dist.barrier()
 
 

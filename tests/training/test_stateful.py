@@ -38,12 +38,6 @@ def expected(options: dict[str, Any], count: int) -> list[Epoch]:
     return [infos(loader.with_info()) for _ in range(count)]
 
 
-def states_of(loader: Any) -> list[tuple[int, Any]]:
-    """Return the state after each batch of an epoch, and after the loop, with the number of batches so far."""
-    states = [(number, copy.deepcopy(loader.state_dict())) for number, _ in enumerate(loader, 1)]
-    return [*states, (len(loader), copy.deepcopy(loader.state_dict()))]
-
-
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (3, True)])
 @pytest.mark.parametrize("mode", ["all", "mix"])
 def test_resumed_at_every_step(cache: Any, more: Any, mode: str, num_workers: int, persistent: bool) -> None:
@@ -55,7 +49,8 @@ def test_resumed_at_every_step(cache: Any, more: Any, mode: str, num_workers: in
     assert infos(loader) == whole[0]
     again = begun(options, num_workers, first)
     assert [infos(again), infos(again)] == whole[:2]
-    states = states_of(loader)
+    states = [(number, copy.deepcopy(loader.state_dict())) for number, _ in enumerate(loader, 1)]
+    states.append((len(loader), copy.deepcopy(loader.state_dict())))  # after the loop
     # starting workers takes its time
     for taken, state in states if num_workers == 0 else states[::2] + states[-2:]:
         again = begun(options, num_workers, state, persistent_workers=persistent)

@@ -451,21 +451,16 @@ def test_across_file_systems(tmp_path: Path) -> None:
         shutil.rmtree(other, ignore_errors=True)
 
 
-def make_ranks(values: dict[str, int], out: Path, world_size: int, fn: Any = double, **options: Any) -> None:
-    """Compute the samples of a version on ranks, one after another."""
-    for rank in range(world_size):
-        with build(items(values), out, fn, digest=digest, rank=rank, world_size=world_size, **options) as cache:
-            assert len(cache) == 0
-        assert not out.exists()
-
-
 def test_ranks(tmp_path: Path) -> None:
     """Each sample is reused or computed once; a call on one process writes the version."""
     before = tmp_path / "0"
     make(numbered(), before)
     for generation, values in enumerate(GENERATIONS[:3], 1):
         out, single, (fn, called) = tmp_path / f"{generation}", tmp_path / f"single{generation}", counted()
-        make_ranks(values, out, 3, fn, reuse=before)
+        for rank in range(3):
+            ranks = {"digest": digest, "rank": rank, "world_size": 3, "reuse": before}
+            assert len(build(items(values), out, fn, **ranks)) == 0
+            assert not out.exists()
         make(values, single, reuse=before)
         old, whole = by_key(before), by_key(single)
         assert sorted(called) == sorted(values[key] for key in values if whole[key] != old.get(key))
