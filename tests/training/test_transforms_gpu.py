@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.stalls import GPU, no_hidden_waits, stall
 from wds_tensorcache.reading.transfer import copying_stream
 from wds_tensorcache.training import normal as normal_module
@@ -21,14 +21,13 @@ COUNT = 26  # a last batch with padding
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("transforms_gpu")
-    with tc.ShardWriter(path / "%d.tar", max_samples=10, fsync=False) as sink:
-        for i in range(COUNT):
-            moments = torch.linspace(i, i + 1, 8 * 64 * 64).reshape(8, 64, 64)
-            captions = [torch.full((1 + (i + k) % 5, 3), float(10 * i + k)) for k in range(1 + i % 3)]
-            sink.write(f"{i:02d}", {"latent": moments, "flipped": moments.flip(-1), "captions": captions, "n": i})
-    return path
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    samples = []
+    for i in range(COUNT):
+        moments = torch.linspace(i, i + 1, 8 * 64 * 64).reshape(8, 64, 64)
+        captions = [torch.full((1 + (i + k) % 5, 3), float(10 * i + k)) for k in range(1 + i % 3)]
+        samples.append({"latent": moments, "flipped": moments.flip(-1), "captions": captions, "n": i})
+    return write(tmp_path_factory.mktemp("transforms_gpu"), samples, max_samples=10)
 
 
 def to_host(value: Any) -> Any:
