@@ -41,8 +41,8 @@ def test_empty_tensors_come_back(tmp_path: Path, exec_dynamic: bool) -> None:
     empty = {name: torch.empty(2, 0, dtype=getattr(torch, name)) for name in DTYPES}
     with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
         sink.write("0", empty)
-    made = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), exec_dynamic=exec_dynamic)
-    assert_same(empty, unbatched(next(dali_plugin.TensorCacheIterator(made)), 0, empty))
+    empty_pipeline = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), exec_dynamic=exec_dynamic)
+    assert_same(empty, unbatched(next(dali_plugin.TensorCacheIterator(empty_pipeline)), 0, empty))
 
 
 @pytest.mark.parametrize("last_batch", ["short", "pad", "wrap", "drop"])

@@ -86,9 +86,9 @@ def test_edits_of_images(tmp_path: Path) -> None:
     (tmp_path / "in" / "metadata_shard_0000.json").write_text(json.dumps(items))
     described = {"dataset_name": "edits", "shards": ["metadata_shard_0000.json"]}
     (tmp_path / "in" / "metadata.json").write_text(json.dumps(described))
-    found, report = imported(tmp_path / "in", tmp_path / "out")
+    samples, report = imported(tmp_path / "in", tmp_path / "out")
     assert (report.format, report.ok, report.unused) == ("nemo", True, [])
-    assert_samples(expected, found)
+    assert_samples(expected, samples)
     assert report.fingerprint["dataset_name"] == "edits"
     save({}, tmp_path / "in" / "samples" / "sample_00000003.pt")
     with pytest.raises(tc.FormatError, match="is not listed"):

@@ -190,8 +190,8 @@ def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
         values = [torch.tensor([2.0 * item["value"], 0]) for item in items]
         if step == "nan":
             values = [torch.tensor([float("nan"), 0]) if b else value for value, b in zip(values, bad, strict=True)]
-        others = [object() if b and step == "store" else 1 for b in bad]
-        samples: list[Any] = [{"x": value, "y": other} for value, other in zip(values, others, strict=True)]
+        small = [object() if b and step == "store" else 1 for b in bad]
+        samples: list[Any] = [{"x": x, "y": y} for x, y in zip(values, small, strict=True)]
         return [None if b and step == "None" else sample for sample, b in zip(samples, bad, strict=True)]
 
     def source() -> Any:

@@ -92,10 +92,10 @@ class Collate:
         return self._way(self.prefix + name) not in ("stack", "auto")
 
     def _way(self, name: str) -> str | Pad:
-        way = _find(self.ways, name, "stack")
+        way: str | Pad = _find(self.ways, name, "stack")
         if way == "pad":
             return Pad(None, _find(self.pad_value, name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value)
-        return way  # type: ignore[no-any-return]
+        return way
 
 
 def _find(values: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, TimeoutError
 from concurrent.futures.thread import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 _Item = TypeVar("_Item")
@@ -48,15 +49,15 @@ def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:
     A forked child has no threads of its parent, and locks that these threads held remain locked. So executors, and locks
     that a thread may hold during a fork, are made again in the child.
     """
-    values: dict[int, _Result] = {}  # by process id; in a forked child, the parent's value is kept, but not used
+    return partial(value_of_process, {}, make)
 
-    def value_of_process() -> _Result:
-        pid = os.getpid()
-        value = values.get(pid)
-        # atomic, so that all threads get the same value
-        return values.setdefault(pid, make()) if value is None else value
 
-    return value_of_process
+def value_of_process(values: dict[int, _Result], make: Callable[[], _Result]) -> _Result:
+    """Return this process's value in `values`, by process id; make it first if it is missing. See `per_process`."""
+    pid = os.getpid()
+    value = values.get(pid)
+    # atomic, so that all threads get the same value; the value of a forked child's parent is kept, but not used
+    return values.setdefault(pid, make()) if value is None else value
 
 
 def run_in_order(

@@ -440,7 +440,7 @@ _STARTED: WeakKeyDictionary[Loader, None] = WeakKeyDictionary()
 
 @atexit.register
 def _close_all() -> None:
-    for ref in _STARTED.keyrefs():  # a copy, because daemon threads may begin iterations meanwhile
+    for ref in _STARTED.keyrefs():  # a copy, because daemon threads may still begin iterations
         if (loader := ref()) is not None:
             loader.close()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -19,6 +18,7 @@ from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
 from wds_tensorcache.reading.batch.request import NewNames, Request, keep_known
 from wds_tensorcache.reading.structure import difference, value_at
+from wds_tensorcache.storage.threads import value_of_process
 
 
 class _Tensor:
@@ -101,16 +101,11 @@ class Decoded:
         self.structure = request.structures.structure_for(layouts, request.fixed)  # of the batch
         self._request = request
         self._layouts = layouts
-        self._locks: dict[
-            int, threading.Lock
-        ] = {}  # by process id; see `per_process`, which would be another call per batch
+        self._lock = partial(value_of_process, {}, threading.Lock)  # `per_process` would be another call per batch
         self._groups: list[_Group] = []  # empty until the skeletons are read
 
     def __len__(self) -> int:
         return len(self._request)
-
-    def _lock(self) -> threading.Lock:
-        return self._locks.setdefault(os.getpid(), threading.Lock())
 
     def column(self, path: Path) -> list[Any]:
         """Return the value at `path` of each sample; raise BatchError if structures differ or an index lacks names."""
