@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -180,4 +181,5 @@ def _count(samples: Iterable[Any]) -> int:
 
 
 def _count_batches(reader: Reader, batches: Batches) -> int:
-    return sum(batch.count for batch in reader.batches(batches))
+    # no name keeps a batch while the next one is read: the ceilings have memory for one batch, too
+    return sum(map(attrgetter("count"), reader.batches(batches)))
