@@ -354,9 +354,8 @@ class Files:
         if is_url(path):
             from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
-            make = RemoteFile if self._node_cache is None else self._node_cache.file
             nbytes, tag = self._identities.get(path, (None, None))
-            return make(path, nbytes, tag, manifest)
+            return RemoteFile(path, nbytes, tag, manifest, self._node_cache)
         try:
             file = ShardFile(path, self.may_map, manifest)
         except FileNotFoundError as exc:

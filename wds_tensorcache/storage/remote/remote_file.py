@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
@@ -14,6 +14,9 @@ from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.retry import MissingBucketError, Request
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
+
+if TYPE_CHECKING:
+    from wds_tensorcache.storage.node_cache.cache import NodeCache
 
 RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None until known
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
@@ -30,10 +33,12 @@ class RemoteFile:
         nbytes: Length of the object, if it is known, for example from a manifest.
         tag: Tag of the object, if it is known.
         manifest: Path or url of the manifest that lists the object, for messages.
+        cache: The node's cache through which the object is read; None without a cache.
 
     Attributes:
         url: The url, concealed.
         path: The url for messages, without secrets.
+        digest: Digest of url, length and tag, once the node's cache has used it.
         is_asked: True if a response has reported the object's state. A tag of None then means that the server has no tags.
 
     Raises (all methods that make requests):
@@ -47,11 +52,17 @@ class RemoteFile:
     is_remote = True
 
     def __init__(
-        self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
+        self,
+        url: str,
+        nbytes: int | None = None,
+        tag: str | None = None,
+        manifest: str | None = None,
+        cache: NodeCache | None = None,
     ) -> None:
         self.url = conceal(url)
         self.path = shown(self.url)
-        self.manifest = manifest
+        self.manifest, self.cache = manifest, cache
+        self.digest: bytes | None = None
         self.is_asked = False
         self._state = None if nbytes is None else ObjectInfo(nbytes, tag)
 
@@ -152,7 +163,7 @@ class RemoteFile:
         """Return None, because a remote file has no map."""
 
     def _fetch(self, ranges: Sequence[tuple[RemoteFile, int, Sequence[Any]]]) -> None:
-        fetch_many(ranges)
+        (fetch_many if self.cache is None else self.cache.read_many)(ranges)
 
     def check_unchanged(self) -> None:
         """Do nothing: every read compares tag and length."""
