@@ -91,7 +91,7 @@ class Shard:
 
     def __reduce__(self) -> Any:
         # the path is enough, and some caches have 100,000 shards
-        entry = self._entry and replace(self._entry, url="", caches=None, fingerprint=None)
+        entry = self._entry and replace(self._entry, url="")
         state = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, entry)
         return partial(type(self), remote_indexes=self._remote_indexes), state
 
@@ -121,10 +121,6 @@ class Shard:
         shard = copy.copy(self)  # without the index
         shard._index = replace(self.index, caches=caches, layouts=scanned.layouts)
         return shard
-
-    def take_index(self, other: Shard) -> None:
-        """Use the index of `other`, another cache of the same shard."""
-        self._index = other.index
 
     def load(self, *, may_scan: bool = True) -> bool:
         """Load the index, and return True; without `may_scan`, return False for a remote shard without an index."""
