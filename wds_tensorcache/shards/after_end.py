@@ -75,7 +75,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     trailer = read_trailer(file.read, file.nbytes, file.nbytes)
     # another tool may have appended to the archive, over a part of a stale index
     stop = file.nbytes if trailer is None else max(end, trailer.begin)
-    unknown = _first_nonzero(file, end, stop)
+    unknown = first_nonzero(file, end, stop)
     if unknown is not None:
         problem = f"unknown bytes after the end of the archive at byte {end}, expected an index"
         header = find_header(file.read, unknown - unknown % BLOCK, file.nbytes)
@@ -96,7 +96,8 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         raise lost
 
 
-def _first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:
+def first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:
+    """Return the offset of the first byte in `[begin, end)` that is not zero; None if all bytes are zero."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         rest = chunk.lstrip(b"\0")

@@ -340,11 +340,6 @@ class Manifest:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
 
-    def write(self, path: str, fsync: bool = True) -> None:
-        from wds_tensorcache.storage.atomic import write_atomically
-
-        write_atomically(path, [self.build()], fsync)
-
     def build(self) -> bytes:
         """Return the manifest as bytes. Readers number samples in the order of `entries`."""
         ours: dict[str, Any] = {"version": _OUR_VERSION, "caches": dict(sorted(self.caches.items()))}

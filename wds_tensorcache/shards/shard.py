@@ -261,11 +261,6 @@ class Shard:
         begin = self.columns.skeleton_begin.item(row)
         return begin, begin + self.columns.skeleton_nbytes.item(row)
 
-    def skeleton_extents(self, rows: Array) -> tuple[Array, Array]:
-        """Return `skeleton_extent` for many samples: an array of begins and an array of ends, both int64 `[n]`."""
-        begins = self.columns.skeleton_begin[rows].astype(np.int64)
-        return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
-
     def skeleton(self, row: int, layout: Layout | None = None, stored: bytes | None = None) -> tuple[bytes, int]:
         """Return a sample's skeleton member, and the offset of the body in it; `stored` is as in `sample`."""
         columns, layout = self.columns, layout or self.layout(row)
@@ -307,7 +302,9 @@ class Shard:
         """
         file = self.file
         if fetched is None:
-            fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))
+            begins = self.columns.skeleton_begin[rows].astype(np.int64)
+            ends = begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
+            fetched = file.read_many(begins.tolist(), ends.tolist())
         nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
         # lengths and digests of the tensors, as preambles store them
         bound = np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).tobytes()

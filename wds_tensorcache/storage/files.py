@@ -300,6 +300,16 @@ class ShardFile:
             os.posix_fadvise(descriptor.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
 
+def open_if_exists(path: str) -> ShardFile | None:
+    """Open a local file; return None if it does not exist."""
+    try:
+        return ShardFile(path)
+    except OSError as exc:
+        if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+            return None
+        raise
+
+
 File: TypeAlias = "ShardFile | RemoteFile"  # the reads of a `RemoteFile` are requests
 
 

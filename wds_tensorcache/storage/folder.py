@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import open_if_exists
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
@@ -75,12 +74,9 @@ class LocalFolder:
 
     def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
         """Return the content of a file; None if it does not exist. Above `max_nbytes`, raise FormatError or RemoteError."""
-        try:
-            file = ShardFile(self.locate(name))
-        except OSError as exc:
-            if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
-                return None
-            raise
+        file = open_if_exists(self.locate(name))
+        if file is None:
+            return None
         if file.nbytes > max_nbytes:
             problem = f"has {file.nbytes:,} bytes, more than the limit for such a file, {max_nbytes:,}"
             raise FormatError(problem, kind="index").at(file.path)
