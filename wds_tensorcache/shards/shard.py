@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -368,27 +368,19 @@ class FileRange:
 class _UnpickledFile:
     """The file of unpickled lazy tensors, which belong to no open cache. It must be the file with which they were pickled."""
 
-    __slots__ = ("_identity", "path")
+    __slots__ = ("_files", "path")
     pool = Pool(1 << 28)
 
     def __init__(self, path: str, identity: Any) -> None:
-        self.path, self._identity = path, identity
+        self.path, self._files = path, Files(identities={path: identity})
 
     @property
     def file(self) -> File:
-        if is_url(self.path):
-            return Files(identities={self.path: self._identity}).get(self.path)
-        file = _unpickled_files.get(self.path)
-        if file is None or file.identity != self._identity:
-            # another file may have replaced it on disk
-            file = _unpickled_files[self.path] = Files().get(self.path)
-        if file.identity != self._identity:
-            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
-        return file
+        return self._files.get(self.path)
 
 
-_unpickled_files: dict[str, File] = {}
+_unpickled_file = lru_cache(1 << 12)(_UnpickledFile)  # so that the tensors of a shard share its open file
 
 
 def _reopened(path: str, identity: Any, begin: int) -> FileRange:
-    return FileRange(_UnpickledFile(path, identity), begin)
+    return FileRange(_unpickled_file(path, identity), begin)

@@ -237,5 +237,5 @@ def _work(call: Callable[[], _Result], cancel: retry.Cancel) -> _Result:
         try:
             return call()
         except BaseException:
-            cancel.is_set = True
+            cancel.set()
             raise

@@ -140,7 +140,7 @@ class ObjectFolder:
                 self._put(url, content, mode="create", attributes={_TOKEN: token})
                 return
             # The response to the attempt that stored the object may have been lost.
-            metadata = self._metadata(url)
+            metadata = self._get(url, lambda response: dict(response.attributes), head=True)
             if metadata is not None and metadata.get(_TOKEN) == token:
                 return
             if metadata is not None:
@@ -207,11 +207,8 @@ class ObjectFolder:
         """Return the content and the version of an object; None if the object does not exist."""
         return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
-    def _metadata(self, url: str) -> dict[str, str] | None:
-        """Return the user-defined metadata of an object; None if the object does not exist."""
-        return self._get(url, lambda response: dict(response.attributes), head=True)
-
     def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:
+        """Return what `parse` makes of the response to a read; None if the object does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return self._call(Request(url), lambda store, key: parse(store.get(key, options=options)))
         return None
