@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from struct import Struct
@@ -22,6 +23,7 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
+from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.files import File, Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.urls import is_url
@@ -164,13 +166,16 @@ class Shard:
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
         """Return the error for members that the scan for `index` did not see; None if nothing indicates such members."""
-        # the numbers of samples of shards in a manifest are compared in any case
-        is_alone = index.digest is None and not self.is_remote and self._entry is None
-        if index.hidden is None and not is_alone:
-            return None
-        from wds_tensorcache.shards.after_end import find_unseen
+        if index.hidden is not None:
+            return hidden_members(index.end, index.hidden).at(self.path)
+        # If zeros have overwritten members, and the footer with them, only the manifest lists these members. The numbers of
+        # samples of shards that were found through a manifest are compared in any case.
+        if index.digest is None and not self.is_remote and self._entry is None:
+            from wds_tensorcache.shards.after_end import find_lost
 
-        return find_unseen(index, self.path, self.file.nbytes if is_alone else 0)
+            with suppress(OSError):
+                return find_lost(self.path, index.end, self.file.nbytes, len(index.keys))
+        return None
 
     @property
     def is_loaded(self) -> bool:
