@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError, list_names
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import MAX_WHOLE_NBYTES, ShardFile
 from wds_tensorcache.storage.urls import is_url, is_web, join_url, keep_secrets, shown
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.storage.folder import Folder
 
 MANIFEST = "manifest.json"
-MAX_NBYTES = 1 << 28  # lists about two million shards
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
 _OURS, _OUR_VERSION = "tensorcache", 1
@@ -75,10 +74,10 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
         if is_url(path):
             from wds_tensorcache.storage.remote.remote_file import read_whole
 
-            return _parse_manifest(read_whole(path, MAX_NBYTES))
+            return _parse_manifest(read_whole(path))
         file = ShardFile(path)
-        if file.nbytes > MAX_NBYTES:
-            raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_NBYTES:,}")
+        if file.nbytes > MAX_WHOLE_NBYTES:
+            raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_WHOLE_NBYTES:,}")
         return _parse_manifest(file.read(0, file.nbytes))
     except FormatError as exc:
         raise exc.at(path) from exc
@@ -304,7 +303,7 @@ class Manifest:
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
         """Return the manifest of a folder, or an empty manifest; raise FormatError if it is malformed."""
-        return cls.parse(folder.read(MANIFEST, MAX_NBYTES), shown(folder.locate(MANIFEST)))
+        return cls.parse(folder.read(MANIFEST), shown(folder.locate(MANIFEST)))
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:

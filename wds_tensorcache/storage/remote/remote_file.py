@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
+from wds_tensorcache.storage.files import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_head, read_tail, stat
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
@@ -172,11 +173,11 @@ class RemoteFile:
         return f"RemoteFile({self.path!r}, nbytes={self.identity[0]})"
 
 
-def read_whole(url: str, max_nbytes: int) -> bytes:
-    """Return the bytes of an object; raise FileNotFoundError if it is missing, RemoteError if it exceeds `max_nbytes`."""
+def read_whole(url: str) -> bytes:
+    """Return the bytes of an object; raise FileNotFoundError if it is missing, RemoteError if it exceeds 256 MiB."""
     state, content = read_head(url, PART_NBYTES)
-    if state.nbytes > max_nbytes:
-        raise Request(url).error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
+    if state.nbytes > MAX_WHOLE_NBYTES:
+        raise Request(url).error(f"the object has {state.nbytes} bytes, more than {MAX_WHOLE_NBYTES}")
     if len(content) < state.nbytes:
         content += RemoteFile(url, state.nbytes, state.tag).read(len(content), state.nbytes)
     return content
