@@ -102,7 +102,7 @@ class HttpClient:
                 if state is not None and state.nbytes <= nbytes:
                     return state, self._read(response, request, state.nbytes)
                 copy = self._keep(response, state, request)
-                return copy.state, copy.read(0, min(nbytes, copy.state.nbytes))
+                return copy.state, copy.read(request, 0, min(nbytes, copy.state.nbytes))
             if response.status == 416 and state is not None and not state.nbytes:
                 return state, b""
             if response.status != 206:
@@ -126,7 +126,7 @@ class HttpClient:
                     self._warn_once(request, _REPEATS)
                 elif response.status == 200:
                     copy = self._keep(response, state, request)
-                    return copy.state, copy.read(max(0, copy.state.nbytes - nbytes), copy.state.nbytes)
+                    return copy.state, copy.read(request, max(0, copy.state.nbytes - nbytes), copy.state.nbytes)
                 elif response.status not in _NO_SUFFIX:
                     raise _refusal(response, request)
                 elif response.status != 416:  # 416 is also the response for an empty object
@@ -149,7 +149,7 @@ class HttpClient:
                 if response.status != 200:
                     raise _refusal(response, request)
                 copy = self._keep(response, state, request)
-        copy.read_into(buffers, begin)
+        copy.read_into(request, buffers, begin)
         return copy.state
 
     def list_objects(self, request: Request, /) -> list[str]:

@@ -5,26 +5,27 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections.abc import Sequence
 
-from wds_tensorcache.storage.files import Descriptor, ShardFile
 from wds_tensorcache.storage.remote.http_transport import Response
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.retry import TICK_S, Request, TransientError, check_cancelled
+from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 
 _MAX_COPIES = 32
 _PIECE = 256 * 1024
 
 
-class Copy(ShardFile):
+class Copy:
     """A copy of an object in a temporary file without a name, in the folder `TMPDIR`."""
 
     state: ObjectInfo
 
     def __init__(self) -> None:
-        with tempfile.TemporaryFile(prefix="tensorcache-") as file:
-            fd = os.dup(file.fileno())
-        self._begin(tempfile.gettempdir(), os.fstat(fd), may_map=False)
-        self._descriptor = Descriptor(fd)
+        self._file = tempfile.TemporaryFile(prefix="tensorcache-", buffering=0)  # noqa: SIM115, closed below
+
+    def __del__(self) -> None:
+        self._file.close()
 
     def fill(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> None:
         """Copy the body of a response; `state` is None if the object's length is unknown."""
@@ -40,10 +41,25 @@ class Copy(ShardFile):
     def _write(self, piece: memoryview, request: Request) -> None:
         try:
             while piece:
-                piece = piece[os.write(self.descriptor().fd, piece) :]
+                piece = piece[self._file.write(piece) :]
         except OSError as exc:
             problem = f"the server has no ranges, and {tempfile.gettempdir()} cannot hold the object ({exc.strerror})"
             raise request.error(problem + "; set TMPDIR to another disk") from exc
+
+    def read_into(self, request: Request, buffers: Sequence[memoryview], begin: int) -> None:
+        """Read from offset `begin` of the object into buffers."""
+        while any(map(len, buffers)):
+            count = os.preadv(self._file.fileno(), buffers[:MAX_BUFFERS], begin)
+            if not count:
+                raise request.error("the temporary copy of the object was cut short")
+            begin += count
+            buffers = skip_bytes(buffers, count)
+
+    def read(self, request: Request, begin: int, end: int) -> bytes:
+        """Return the bytes `[begin, end)`."""
+        content = bytearray(end - begin)
+        self.read_into(request, [memoryview(content)], begin)
+        return bytes(content)
 
 
 class Copies:
