@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError, list_names
-from wds_tensorcache.storage.files import MAX_WHOLE_NBYTES, ShardFile
+from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.system import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.urls import is_url, is_web, join_url, keep_secrets, shown
 
 if TYPE_CHECKING:

@@ -56,7 +56,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
             # the new name. So flush the content to disk first, then rename, then flush the folder.
             if fsync:
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace(temporary, path)
     except FileNotFoundError:
         # A writer that has just begun deletes the temporary files of killed writers, and this file with them.
         if not isinstance(parts, list) or not os.path.isdir(os.path.dirname(path) or os.curdir):
@@ -88,6 +88,20 @@ def publish(temporary: str, path: str) -> None:
         os.rename(temporary, path)  # a file system without hard links
     else:
         os.remove(temporary)
+
+
+def replace(temporary: str, path: str) -> None:
+    """Rename a complete file or folder to its final name. A file may replace a file, and a folder an empty folder.
+
+    Raises:
+        FileExistsError: `temporary` is a folder, and `path` exists and is not an empty folder.
+    """
+    try:
+        os.replace(temporary, path)
+    except OSError as exc:
+        if os.path.isdir(temporary) and os.path.exists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+            raise FileExistsError(f"{path} exists and is not an empty folder; choose a new folder") from exc
+        raise
 
 
 def fsync_folder(folder: str) -> None:

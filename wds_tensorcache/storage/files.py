@@ -49,9 +49,6 @@ if _CAN_MAP:
     _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 _MAP_FAILED = (1 << 64) - 1
-MAX_WHOLE_NBYTES = (
-    1 << 28
-)  # of a file that is read as a whole; a manifest of this length lists about two million shards
 
 
 def _identity(status: os.stat_result) -> Identity:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.storage.files import MAX_WHOLE_NBYTES, open_if_exists
+from wds_tensorcache.storage.files import open_if_exists
+from wds_tensorcache.storage.system import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:

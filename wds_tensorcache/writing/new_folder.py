@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, temporary_path
+from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace, temporary_path
 from wds_tensorcache.storage.locks import Flock
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
@@ -86,7 +86,7 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
             if os.path.isdir(out):
                 shutil.copymode(out, folder)
             # A new name may reach the disk before the files, so the block must have synced them.
-            _rename(folder, out)
+            replace(folder, out)
         except BaseException as exc:
             is_resumable = token is not None and isinstance(exc, (KeyboardInterrupt, OSError))
             if not is_resumable or isinstance(exc, (FileExistsError, FormatError)):
@@ -94,12 +94,3 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
             raise
     if fsync:
         fsync_folder(parent)
-
-
-def _rename(folder: str, out: str) -> None:
-    try:
-        os.replace(folder, out)
-    except OSError as exc:
-        if os.path.isfile(out) or has_entries(out):
-            raise FileExistsError(f"{out} exists and is not an empty folder; choose a new folder") from exc
-        raise

@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
-from wds_tensorcache.storage.files import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_head, read_tail, stat
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.retry import MissingBucketError, Request
+from wds_tensorcache.storage.system import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
-
-if TYPE_CHECKING:
-    from wds_tensorcache.storage.node_cache.cache import NodeCache
 
 RemoteIdentity = tuple["int | None", "str | None"]  # length in bytes, tag; None until known
 _NUM_AHEAD = 4  # requests of `read_through` at a time, of 4 MiB each
@@ -34,7 +31,7 @@ class RemoteFile:
         nbytes: Length of the object, if it is known, for example from a manifest.
         tag: Tag of the object, if it is known.
         manifest: Path or url of the manifest that lists the object, for messages.
-        cache: The node's cache through which the object is read; None without a cache.
+        cache: The `NodeCache` through which the object is read; None without a cache.
 
     Attributes:
         url: The url, concealed.
@@ -58,7 +55,7 @@ class RemoteFile:
         nbytes: int | None = None,
         tag: str | None = None,
         manifest: str | None = None,
-        cache: NodeCache | None = None,
+        cache: Any = None,
     ) -> None:
         self.url = conceal(url)
         self.path = shown(self.url)
