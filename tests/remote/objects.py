@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 
 from tests.remote.servers.http_server import HttpServer
-from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache
+from wds_tensorcache.storage.node_cache.cache import NodeCache
 from wds_tensorcache.storage.remote.fetch import stat
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 Added = tuple[str, int, "str | None"]  # url, length and tag of an object
 
 
-def cached(cache: NodeCache, added: Added) -> CachedFile:
+def cached(cache: NodeCache, added: Added) -> RemoteFile:
     """Return a file that is read through a cache."""
-    return CachedFile(cache, *added)
+    return RemoteFile(*added, cache=cache)
 
 
 def nbytes_on_disk(folder: Path) -> int:

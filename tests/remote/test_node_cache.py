@@ -16,14 +16,15 @@ from tests import children
 from tests.remote.objects import Objects, cached, nbytes_on_disk
 from wds_tensorcache.storage.node_cache import folder
 from wds_tensorcache.storage.node_cache.block_file import BLOCK
-from wds_tensorcache.storage.node_cache.cache import CachedFile, NodeCache, open_node_cache
+from wds_tensorcache.storage.node_cache.cache import NodeCache, open_node_cache
 from wds_tensorcache.storage.node_cache.identity import digest_of
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 MB = 1 << 20
 
 
-def read_random(cache: NodeCache, objects: Objects, files: list[CachedFile], seed: int, rounds: int) -> None:
+def read_random(cache: NodeCache, objects: Objects, files: list[RemoteFile], seed: int, rounds: int) -> None:
     """Read random ranges of random objects, several at a time, and compare them."""
     random = np.random.default_rng(seed)
     for _ in range(rounds):

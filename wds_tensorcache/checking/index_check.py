@@ -10,14 +10,13 @@ from typing import Any
 
 from wds_tensorcache.checking.shard_check import Checked
 from wds_tensorcache.errors import FormatError, InvalidKeyError, format_count
+from wds_tensorcache.shards.after_end import first_nonzero
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, split_line, split_lines
 from wds_tensorcache.shards.footer import build_footer, parse_index, read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.load_index import open_sidecar
 from wds_tensorcache.shards.names import TENSORS, dali_index_path, sidecar_path, split_member
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import ShardFile, open_if_exists
 
-_CHUNK_NBYTES = 1 << 20
 _FOOTER = "the index at its end"
 _REMEDY = "`tensorcache index` writes it anew"
 _Places = Mapping[tuple[str, str], tuple[Any, ...]]  # the fields of each member, by key and suffix
@@ -32,7 +31,7 @@ def check_indexes(checked: Checked, needs_idx: bool) -> None:
         checked.fault(None, None, f"{_FOOTER}: {exc}", "index")
     where = os.path.basename(sidecar_path(checked.path))
     try:
-        file = open_sidecar(checked.path)
+        file = open_if_exists(sidecar_path(checked.path))
         sidecar = None if file is None else parse_index(file.read(0, file.nbytes), checked.nbytes)
         if file is not None and sidecar is None:
             checked.fault(None, None, f"{where} is damaged or stale; {_REMEDY}", "index")
@@ -69,22 +68,13 @@ def _read_footer(checked: Checked) -> ShardIndex | None:
     if index is not None and index.end != end:
         checked.fault(None, end, f"{_FOOTER} says that the archive ends at byte {index.end}", "index")
         return index
-    at = _next_byte(file, end + 512, file.nbytes if trailer is None else trailer.begin)
+    at = first_nonzero(file, end + 512, file.nbytes if trailer is None else trailer.begin)
     if at is not None and index is not None:
         checked.fault(None, at, f"the bytes between the end-of-archive marker and {_FOOTER} are not zeros", "trailing")
     elif at is not None:
         problem = "the bytes after the end-of-archive marker are not an index, or are a damaged or stale index"
         checked.fault(None, at, problem if at >= end + 1024 else "the end-of-archive marker is damaged", "trailing")
     return index
-
-
-def _next_byte(file: ShardFile, begin: int, end: int) -> int | None:
-    """Return the offset of the first byte that is not zero; None if all bytes are zero."""
-    for at in range(begin, end, _CHUNK_NBYTES):
-        chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
-        if chunk.strip(b"\0"):
-            return at + len(chunk) - len(chunk.lstrip(b"\0"))
-    return None
 
 
 def _places(index: ShardIndex) -> Iterator[tuple[tuple[str, str], tuple[Any, ...]]]:

@@ -124,4 +124,4 @@ def _write(parts: list[Checked], folder: str, report: RepairReport, show: Callab
         report.nbytes_written += os.path.getsize(path)
         done += part.nbytes
         show(done)
-    manifest.write(os.path.join(folder, MANIFEST))  # in the order of the sample indices
+    folder_of(folder).write(MANIFEST, manifest.build())  # in the order of the sample indices

@@ -28,7 +28,7 @@ from wds_tensorcache.shards.manifest import (
     stored_digest,
 )
 from wds_tensorcache.shards.names import dali_index_path
-from wds_tensorcache.storage.locks import is_being_written
+from wds_tensorcache.storage.locks import find_writer
 from wds_tensorcache.storage.readahead import Readers
 from wds_tensorcache.storage.system import num_cores
 from wds_tensorcache.storage.threads import Threads, run_in_order
@@ -216,7 +216,7 @@ class _Manifest:
             and not (os.path.exists(shard) and file_identity(shard) in listed_files)
         ]
         self.paths += unlisted
-        if unlisted and entries is not None and self._where == MANIFEST and not is_being_written(folder or os.curdir):
+        if unlisted and entries is not None and self._where == MANIFEST and not find_writer(folder or os.curdir):
             # read again: a writer that has just ended has listed its shards
             listed = {os.path.abspath(located.path) for located in locate_shards(path, read_manifest(path)[0])}
             for shard in unlisted:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
-from wds_tensorcache.storage.remote.fetch import pace_of
+from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.urls import is_url
 
 NUM_THREADS = 16  # a thread waits for the requests of one batch; a process has at most 128 requests in flight
@@ -52,7 +52,7 @@ class BatchesAhead:
             self.count = _LEAST if self.is_local else self.count
             return
         if has_waited and self.count < _MOST:
-            pace = pace_of(self._url)
+            pace = client_for(self._url).pace
             if self.count * nbytes < _REQUIRED * pace.latency_s * pace.total_rate:
                 self.count *= 2
         self.count = min(self.count, max(_LEAST, _MAX_NBYTES // max(1, nbytes)), _MOST)

@@ -201,11 +201,11 @@ def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) ->
         listed_paths = set(map(os.path.abspath, listed)) if extra_names else ()
         unlisted = [os.path.join(folder, name) for name in sorted(extra_names) if head + name not in listed_paths]
     if unlisted:
-        from wds_tensorcache.storage.locks import is_being_written
+        from wds_tensorcache.storage.locks import find_writer
 
         # A writer renames a shard before it lists the shard in the manifest. If no writer is active now, the manifest, read
         # again, lists all shards except those of killed writers.
-        if is_being_written(folder):
+        if find_writer(folder):
             unlisted = []
         else:
             manifest = os.path.join(folder, MANIFEST)

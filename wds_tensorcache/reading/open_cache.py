@@ -13,7 +13,6 @@ from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards
 from wds_tensorcache.reading.store import Store, load_indexes
 from wds_tensorcache.shards.fingerprint import as_fingerprint, check_fingerprint, common_fields
-from wds_tensorcache.shards.manifest import ShardEntry
 from wds_tensorcache.shards.names import cache_name
 from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.files import Files, default_max_open
@@ -111,7 +110,7 @@ def open(
             if place.entry is not None and is_url(path):
                 files.expect(path, place.manifest, nbytes=place.entry.nbytes)
         # the manifest lists the caches; without a manifest, the indexes do
-        listed = {path: place.entry for path, place in places.items() if place.entry and place.entry.caches is not None}
+        listed = {path: place for path, place in places.items() if place.caches is not None}
         loaded = {
             path: Shard(path, "", entry=place.entry, **options) for path, place in places.items() if path not in listed
         }
@@ -129,15 +128,10 @@ def open(
                 check_fingerprint(path, fingerprint, expected)
         shards = []
         for place in listing.shards:
-            entry = place.entry
-            if entry is not None:
-                # without the caches and the fingerprint, which would take memory
-                entry = ShardEntry(entry.url, entry.num_samples, entry.nbytes, entry.digest)
             is_counted = name is not None and place.path in listed
             count = sources[place.path].caches.get(name, 0) if is_counted else None
-            shard = kind(place.path, name or "", count=count, entry=entry, **options)
-            if place.path in loaded:
-                shard.take_index(loaded[place.path])
+            index = loaded[place.path].index if place.path in loaded else None
+            shard = kind(place.path, name or "", count=count, index=index, entry=place.entry, **options)
             if not shard.is_remote:
                 files.expect(shard.path, place.manifest, place.status)
             shards.append(shard)

@@ -14,7 +14,8 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.storage.files import File
 from wds_tensorcache.storage.gather import Ranges, gather, runs
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
-from wds_tensorcache.storage.node_cache.cache import CachedFile, read_remote
+from wds_tensorcache.storage.node_cache.cache import read_remote
+from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 _Extent = tuple[int, int, int]  # shard number, and the range of bytes `[begin, end)`
 
@@ -58,7 +59,8 @@ def _find_copies(store: Store, numbers: Sequence[int]) -> dict[int, BlockFile] |
         else:
             store.whole_copies.pop(number, None)
             remote = store.shards[number].file
-            local = remote.cache.find_local(remote, now_s) if isinstance(remote, CachedFile) else None
+            assert isinstance(remote, RemoteFile)
+            local = None if remote.cache is None else remote.cache.find_local(remote, now_s)
             if local is None:
                 return None
             if local.leading_nbytes() >= store.shards[number].index.end:  # the bytes after the samples are not needed

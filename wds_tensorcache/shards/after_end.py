@@ -14,7 +14,7 @@ from wds_tensorcache.shards.footer import read_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.load_index import load_index, parse_both
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
-from wds_tensorcache.shards.tar import BLOCK, HIDDEN_REMEDY, find_header, hidden_members
+from wds_tensorcache.shards.tar import BLOCK, HIDDEN_REMEDY, find_header
 from wds_tensorcache.storage.files import ShardFile
 
 _CHUNK_NBYTES = 1 << 20
@@ -25,22 +25,10 @@ _REMEDY = (
 )
 
 
-def find_unseen(index: ShardIndex, path: str, nbytes: int) -> TarFormatError | None:
-    """Return the error for members that the scan for `index` did not see; None if nothing indicates such members.
-
-    `nbytes` is the length of the shard, or 0 to ignore its manifest.
-    """
-    if index.hidden is not None:
-        return hidden_members(index.end, index.hidden).at(path)
-    # if zeros have overwritten members, and the footer with them, only the manifest lists these members
-    if index.digest is None and nbytes - index.end >= _MIN_LOST_NBYTES:
-        with contextlib.suppress(OSError):
-            return _find_lost(path, index.end, nbytes, len(index.keys))
-    return None
-
-
-def _find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatError | None:
+def find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatError | None:
     """Return the error for zeros from byte `end` on if the manifest lists more samples for this shard; otherwise None."""
+    if nbytes - end < _MIN_LOST_NBYTES:
+        return None
     folder, name = os.path.split(os.path.abspath(path))
     with contextlib.suppress(FileNotFoundError, FormatError):
         for entry in read_manifest(os.path.join(folder, MANIFEST))[0]:
@@ -75,7 +63,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     trailer = read_trailer(file.read, file.nbytes, file.nbytes)
     # another tool may have appended to the archive, over a part of a stale index
     stop = file.nbytes if trailer is None else max(end, trailer.begin)
-    unknown = _first_nonzero(file, end, stop)
+    unknown = first_nonzero(file, end, stop)
     if unknown is not None:
         problem = f"unknown bytes after the end of the archive at byte {end}, expected an index"
         header = find_header(file.read, unknown - unknown % BLOCK, file.nbytes)
@@ -92,11 +80,12 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
     if later > end:
         refuse(f"zeros, although an index says that the archive ends at byte {later}", end)
     # if zeros have overwritten members, only the manifest lists them, until a command replaces the manifest
-    if stop - end >= _MIN_LOST_NBYTES and (lost := _find_lost(file.path, end, file.nbytes, num_samples)) is not None:
+    if stop - end >= _MIN_LOST_NBYTES and (lost := find_lost(file.path, end, file.nbytes, num_samples)) is not None:
         raise lost
 
 
-def _first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:
+def first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:
+    """Return the offset of the first byte in `[begin, end)` that is not zero; None if all bytes are zero."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         rest = chunk.lstrip(b"\0")

@@ -53,9 +53,6 @@ class IndexBuilder:
         self._form_numbers: dict[tuple[Any, tuple[str, ...] | None, Further], int] = {}  # by entries and names
         self._form, self._data_begin, self._dims = array("Q"), array("Q"), array("Q")
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     def add(
         self,
         key: str,
@@ -103,7 +100,7 @@ class IndexBuilder:
 
     def finish(self, end: int) -> ShardIndex:
         """Return the index; `end` is the byte offset of the end-of-archive marker."""
-        forms, count = self._form_numbers, len(self)
+        forms, count = self._form_numbers, len(self._ends)
 
         def columns(table: array[int], width: int) -> Any:
             first, *others = np.array(table, np.uint64).reshape(-1, width).T

@@ -91,28 +91,22 @@ class Keys:
     def hashes(self, rows: Array | None = None) -> Array:
         """Return the `_hash` of each key, uint64; there must be at least one key."""
         begins, lengths = self.extents(rows)
-        words, firsts = _words(_windows(self.text), begins, lengths)
+        words, firsts = _words(self.text, begins, lengths)
         factors = _factors(int(lengths.max()) // _WORD_NBYTES + 2)
         places = np.arange(1, len(words) + 1) - np.repeat(firsts, lengths // _WORD_NBYTES + 1)
         hashes: Array = np.add.reduceat(words * factors[places], firsts) + lengths.astype(np.uint64) * factors[0]
         return hashes
 
 
-def _windows(text: Array) -> Array:
-    """Return the 4 bytes at each offset of `text` as one number, uint32; zeros follow the text.
-
-    Memory: a view of a copy of `text`.
-    """
-    padded = np.concatenate([text, np.zeros(_WORD_NBYTES, np.uint8)])
-    windows: Array = np.ndarray(len(text) + 1, "<u4", padded, strides=(1,))
-    return windows
-
-
-def _words(windows: Array, begins: Array, lengths: Array) -> tuple[Array, Array]:
+def _words(text: Array, begins: Array, lengths: Array) -> tuple[Array, Array]:
     """Return the words of all keys, uint32, and the position of each key's first word.
 
     Zeros complete the last word of a key.
     """
+    # the 4 bytes at each offset of the text as one number
+    windows: Array = np.ndarray(
+        len(text) + 1, "<u4", np.concatenate([text, np.zeros(_WORD_NBYTES, np.uint8)]), strides=(1,)
+    )
     counts = lengths // _WORD_NBYTES + 1
     firsts = np.cumsum(counts) - counts
     offsets = np.repeat(begins - _WORD_NBYTES * firsts, counts) + _WORD_NBYTES * np.arange(counts.sum())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -12,7 +11,7 @@ from wds_tensorcache.shards.footer import parse_index, read_footer
 from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.names import sidecar_path, suffix_after
 from wds_tensorcache.shards.tar import BLOCK, names_of, parse_number
-from wds_tensorcache.storage.files import File, ShardFile
+from wds_tensorcache.storage.files import File, ShardFile, open_if_exists
 
 _NAME_NBYTES = 100  # the width of a tar header's name field
 _SIZE = slice(124, 136)  # a tar header's size field
@@ -59,18 +58,8 @@ def scan(file: File) -> ShardIndex:
         raise exc.at(file.path) from exc
 
 
-def open_sidecar(path: str) -> ShardFile | None:
-    """Open the sidecar of the shard at `path`; return None if it does not exist."""
-    try:
-        return ShardFile(sidecar_path(path))
-    except OSError as exc:
-        if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
-            return None
-        raise
-
-
 def _read_sidecar(path: str) -> bytes | None:
-    sidecar = open_sidecar(path)
+    sidecar = open_if_exists(sidecar_path(path))
     return None if sidecar is None else sidecar.read(0, sidecar.nbytes)
 
 
@@ -84,7 +73,7 @@ def parse_both(
     for is_sidecar in (False, True):
         parsed = None
         with contextlib.suppress(FormatError, *[OSError] * lenient):
-            opened = open_sidecar(file.path) if is_sidecar else file
+            opened = open_if_exists(sidecar_path(file.path)) if is_sidecar else file
             parsed = None if opened is None else parse(opened)
         if parsed is not None:
             yield parsed

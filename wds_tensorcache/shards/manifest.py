@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from wds_tensorcache.codec.header import parse_json
 from wds_tensorcache.errors import FormatError, Kind, MissingShardError, list_names
 from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.system import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.urls import is_url, is_web, join_url, keep_secrets, shown
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from wds_tensorcache.storage.folder import Folder
 
 MANIFEST = "manifest.json"
-MAX_NBYTES = 1 << 28  # lists about two million shards
 _KIND = "wids-shard-index-v1"
 _WIDS_VERSION = 1
 _OURS, _OUR_VERSION = "tensorcache", 1
@@ -42,9 +42,6 @@ class ShardEntry:
     num_samples: int  # including samples without a cache
     nbytes: int  # length of the whole file
     digest: str | None = None  # of the index, as `stored_digest` returns it
-    # numbers of samples by name of the cache, and fingerprint: only `locate_shards` sets these
-    caches: Mapping[str, int] | None = None
-    fingerprint: Mapping[str, Any] | None = None
 
     def is_listed(self, listed: ShardEntry | None) -> bool:
         """Return whether `listed`, the entry in a manifest, equals this entry except for the digest, which old writers omit."""
@@ -61,10 +58,8 @@ class FoundShard:
     status: os.stat_result | None = None  # of a local file that a manifest lists
     same_as: str | None = None  # the url of an earlier entry for the same file, which is an error
     error: FormatError | OSError | None = None  # the reason why a listed shard cannot be read
-
-    @property
-    def fingerprint(self) -> Mapping[str, Any] | None:
-        return None if self.entry is None else self.entry.fingerprint
+    caches: Mapping[str, int] | None = None  # in the manifest: numbers of samples by name of the cache
+    fingerprint: Mapping[str, Any] | None = None  # in the manifest
 
 
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
@@ -80,10 +75,10 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
         if is_url(path):
             from wds_tensorcache.storage.remote.remote_file import read_whole
 
-            return _parse_manifest(read_whole(path, MAX_NBYTES))
+            return _parse_manifest(read_whole(path))
         file = ShardFile(path)
-        if file.nbytes > MAX_NBYTES:
-            raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_NBYTES:,}")
+        if file.nbytes > MAX_WHOLE_NBYTES:
+            raise FormatError(f"has {file.nbytes:,} bytes, more than the limit for a manifest, {MAX_WHOLE_NBYTES:,}")
         return _parse_manifest(file.read(0, file.nbytes))
     except FormatError as exc:
         raise exc.at(path) from exc
@@ -95,7 +90,7 @@ def locate_shards(
     """Yield a `FoundShard` for each of the `entries` of the manifest at `path`, in order.
 
     Urls are relative to the folder of the manifest. The caches and fingerprints in `extra`, the value of the manifest's key
-    `tensorcache`, are added to the entries. Errors are stored in `FoundShard.error`, not raised.
+    `tensorcache`, are added. Errors are stored in `FoundShard.error`, not raised.
     """
     firsts: dict[Any, str] = {}  # the first url of each file
     is_remote = is_url(path)
@@ -104,6 +99,7 @@ def locate_shards(
     for entry in entries:
         shard, status, same_as = os.path.join(folder, entry.url), None, None
         identity: Any = None
+        details: tuple[Any, Any] = None, None
         error: FormatError | OSError | None = None
         try:
             if is_remote:
@@ -118,7 +114,8 @@ def locate_shards(
                 raise FormatError(
                     f"{entry.url!r:.200} is the same file as {first!r:.200}; list it once", kind="duplicate"
                 )
-            entry = entry if extra is None else _parse_details(entry, extra, shard)
+            if extra is not None:
+                details = _parse_details(entry, extra, shard)
         except FormatError as exc:
             error = exc.at(path)
         except FileNotFoundError:
@@ -128,7 +125,7 @@ def locate_shards(
             error = MissingShardError(f"{entry.url!r:.200} is listed but does not exist; {remedy}").at(path)
         except OSError as exc:
             error = exc
-        yield FoundShard(shard, entry, manifest, status, same_as, error)
+        yield FoundShard(shard, entry, manifest, status, same_as, error, *details)
 
 
 def shard_url(folder: str, listed: str) -> str:
@@ -168,8 +165,8 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
     return status
 
 
-def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> ShardEntry:
-    """Return an entry with the caches and the fingerprint that the manifest lists for the shard at `path`."""
+def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> tuple[Any, Any]:
+    """Return the caches and the fingerprint that the manifest lists for the shard at `path`, or None for each."""
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     counts = caches.get(entry.url) if isinstance(caches, dict) else None
     if counts is not None and not are_counts(counts):
@@ -178,7 +175,7 @@ def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> Sh
     fingerprint = fingerprints.get(entry.url) if isinstance(fingerprints, dict) else None
     if fingerprint is not None and not isinstance(fingerprint, dict):
         raise FormatError(f"{entry.url} has a fingerprint {fingerprint!r:.100}, expected a dict")
-    return ShardEntry(entry.url, entry.num_samples, entry.nbytes, entry.digest, counts, fingerprint)
+    return counts, fingerprint
 
 
 def stored_digest(path: str) -> str | None:
@@ -307,7 +304,7 @@ class Manifest:
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
         """Return the manifest of a folder, or an empty manifest; raise FormatError if it is malformed."""
-        return cls.parse(folder.read(MANIFEST, MAX_NBYTES), shown(folder.locate(MANIFEST)))
+        return cls.parse(folder.read(MANIFEST), shown(folder.locate(MANIFEST)))
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
@@ -342,11 +339,6 @@ class Manifest:
         for url in {*urls, *(self._spelled.pop(url, url) for url in urls)}:
             for table in (self.entries, self.caches, self.fingerprints):
                 table.pop(url, None)
-
-    def write(self, path: str, fsync: bool = True) -> None:
-        from wds_tensorcache.storage.atomic import write_atomically
-
-        write_atomically(path, [self.build()], fsync)
 
     def build(self) -> bytes:
         """Return the manifest as bytes. Readers number samples in the order of `entries`."""

@@ -20,7 +20,6 @@ _TAIL_NBYTES = 1 << 16  # first read of a shard whose number of samples is unkno
 _BASE_NBYTES = 1 << 14
 _SAMPLE_NBYTES = 64  # an index takes 30 to 60 bytes a sample; a tail that is too short costs a second request
 _MAX_TAIL_NBYTES = 1 << 22
-_MAX_INDEX_NBYTES = 1 << 28  # of a sidecar
 _DENIED = (401, 403)  # of stores that do not distinguish missing objects from forbidden objects
 
 
@@ -57,7 +56,7 @@ class RemoteIndexes:
         tail = file.read_tail(min(guess, _MAX_TAIL_NBYTES))
 
         sidecar = keep_secrets(url, sidecar_path(url))
-        index = find_index(file, lambda: _read_if_allowed(lambda: read_whole(sidecar, _MAX_INDEX_NBYTES)), tail=tail)
+        index = find_index(file, lambda: _read_if_allowed(lambda: read_whole(sidecar)), tail=tail)
         if index is None and may_scan:
             index = scan(file)
         # a shard with hidden members is scanned again, and reported, in each run
@@ -75,7 +74,7 @@ class RemoteIndexes:
         if self.folder is None or "/" in name or "\\" in name:
             return None
         folder = folder_of(self.folder)
-        content = _read_if_allowed(lambda: folder.read(sidecar_path(name), _MAX_INDEX_NBYTES))
+        content = _read_if_allowed(lambda: folder.read(sidecar_path(name)))
         if content is None:
             return None
         trailer = read_trailer(lambda begin, end: content[begin:end], len(content), file.identity[0])

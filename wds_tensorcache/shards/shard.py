@@ -7,8 +7,9 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -22,6 +23,7 @@ from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
+from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.files import File, Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.urls import is_url
@@ -91,7 +93,7 @@ class Shard:
 
     def __reduce__(self) -> Any:
         # the path is enough, and some caches have 100,000 shards
-        entry = self._entry and replace(self._entry, url="", caches=None, fingerprint=None)
+        entry = self._entry and replace(self._entry, url="")
         state = (self.path, self.name, self.files, self.pool, self._allow, len(self), None, entry)
         return partial(type(self), remote_indexes=self._remote_indexes), state
 
@@ -121,10 +123,6 @@ class Shard:
         shard = copy.copy(self)  # without the index
         shard._index = replace(self.index, caches=caches, layouts=scanned.layouts)
         return shard
-
-    def take_index(self, other: Shard) -> None:
-        """Use the index of `other`, another cache of the same shard."""
-        self._index = other.index
 
     def load(self, *, may_scan: bool = True) -> bool:
         """Load the index, and return True; without `may_scan`, return False for a remote shard without an index."""
@@ -168,13 +166,16 @@ class Shard:
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
         """Return the error for members that the scan for `index` did not see; None if nothing indicates such members."""
-        # the numbers of samples of shards in a manifest are compared in any case
-        is_alone = index.digest is None and not self.is_remote and self._entry is None
-        if index.hidden is None and not is_alone:
-            return None
-        from wds_tensorcache.shards.after_end import find_unseen
+        if index.hidden is not None:
+            return hidden_members(index.end, index.hidden).at(self.path)
+        # If zeros have overwritten members, and the footer with them, only the manifest lists these members. The numbers of
+        # samples of shards that were found through a manifest are compared in any case.
+        if index.digest is None and not self.is_remote and self._entry is None:
+            from wds_tensorcache.shards.after_end import find_lost
 
-        return find_unseen(index, self.path, self.file.nbytes if is_alone else 0)
+            with suppress(OSError):
+                return find_lost(self.path, index.end, self.file.nbytes, len(index.keys))
+        return None
 
     @property
     def is_loaded(self) -> bool:
@@ -265,11 +266,6 @@ class Shard:
         begin = self.columns.skeleton_begin.item(row)
         return begin, begin + self.columns.skeleton_nbytes.item(row)
 
-    def skeleton_extents(self, rows: Array) -> tuple[Array, Array]:
-        """Return `skeleton_extent` for many samples: an array of begins and an array of ends, both int64 `[n]`."""
-        begins = self.columns.skeleton_begin[rows].astype(np.int64)
-        return begins, begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
-
     def skeleton(self, row: int, layout: Layout | None = None, stored: bytes | None = None) -> tuple[bytes, int]:
         """Return a sample's skeleton member, and the offset of the body in it; `stored` is as in `sample`."""
         columns, layout = self.columns, layout or self.layout(row)
@@ -311,7 +307,9 @@ class Shard:
         """
         file = self.file
         if fetched is None:
-            fetched = file.read_many(*(ends.tolist() for ends in self.skeleton_extents(rows)))
+            begins = self.columns.skeleton_begin[rows].astype(np.int64)
+            ends = begins + self.columns.skeleton_nbytes[rows].astype(np.int64)
+            fetched = file.read_many(begins.tolist(), ends.tolist())
         nbytes = self.index.layouts.nbytes[self.columns.layout[rows]].astype("<u8")
         # lengths and digests of the tensors, as preambles store them
         bound = np.stack([nbytes, self.columns.digest[rows].astype("<u8")], 1).tobytes()
@@ -375,27 +373,19 @@ class FileRange:
 class _UnpickledFile:
     """The file of unpickled lazy tensors, which belong to no open cache. It must be the file with which they were pickled."""
 
-    __slots__ = ("_identity", "path")
+    __slots__ = ("_files", "path")
     pool = Pool(1 << 28)
 
     def __init__(self, path: str, identity: Any) -> None:
-        self.path, self._identity = path, identity
+        self.path, self._files = path, Files(identities={path: identity})
 
     @property
     def file(self) -> File:
-        if is_url(self.path):
-            return Files(identities={self.path: self._identity}).get(self.path)
-        file = _unpickled_files.get(self.path)
-        if file is None or file.identity != self._identity:
-            # another file may have replaced it on disk
-            file = _unpickled_files[self.path] = Files().get(self.path)
-        if file.identity != self._identity:
-            raise FormatError("the shard was changed since this lazy tensor was made; read it again").at(self.path)
-        return file
+        return self._files.get(self.path)
 
 
-_unpickled_files: dict[str, File] = {}
+_unpickled_file = lru_cache(1 << 12)(_UnpickledFile)  # so that the tensors of a shard share its open file
 
 
 def _reopened(path: str, identity: Any, begin: int) -> FileRange:
-    return FileRange(_UnpickledFile(path, identity), begin)
+    return FileRange(_unpickled_file(path, identity), begin)

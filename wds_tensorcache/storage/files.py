@@ -300,6 +300,16 @@ class ShardFile:
             os.posix_fadvise(descriptor.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
 
+def open_if_exists(path: str) -> ShardFile | None:
+    """Open a local file; return None if it does not exist."""
+    try:
+        return ShardFile(path)
+    except OSError as exc:
+        if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+            return None
+        raise
+
+
 File: TypeAlias = "ShardFile | RemoteFile"  # the reads of a `RemoteFile` are requests
 
 
@@ -354,9 +364,8 @@ class Files:
         if is_url(path):
             from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
-            make = RemoteFile if self._node_cache is None else self._node_cache.file
             nbytes, tag = self._identities.get(path, (None, None))
-            return make(path, nbytes, tag, manifest)
+            return RemoteFile(path, nbytes, tag, manifest, self._node_cache)
         try:
             file = ShardFile(path, self.may_map, manifest)
         except FileNotFoundError as exc:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import open_if_exists
+from wds_tensorcache.storage.system import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
     from wds_tensorcache.storage.output import Output
     from wds_tensorcache.storage.remote.object_folder import ObjectFolder
-
-_MAX_NBYTES = 1 << 28
-
 
 Folder: TypeAlias = "LocalFolder | ObjectFolder"
 
@@ -73,16 +70,13 @@ class LocalFolder:
         except (FileNotFoundError, NotADirectoryError):
             return []
 
-    def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
-        """Return the content of a file; None if it does not exist. Above `max_nbytes`, raise FormatError or RemoteError."""
-        try:
-            file = ShardFile(self.locate(name))
-        except OSError as exc:
-            if exc.errno in (errno.ENOENT, errno.ENAMETOOLONG):
-                return None
-            raise
-        if file.nbytes > max_nbytes:
-            problem = f"has {file.nbytes:,} bytes, more than the limit for such a file, {max_nbytes:,}"
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a file; None if it does not exist. Above 256 MiB, raise FormatError or RemoteError."""
+        file = open_if_exists(self.locate(name))
+        if file is None:
+            return None
+        if file.nbytes > MAX_WHOLE_NBYTES:
+            problem = f"has {file.nbytes:,} bytes, more than the limit for such a file, {MAX_WHOLE_NBYTES:,}"
             raise FormatError(problem, kind="index").at(file.path)
         return file.read(0, file.nbytes)
 

@@ -109,17 +109,12 @@ def locked_folder(folder: str) -> Iterator[bool]:
         yield lock.is_locked is True
 
 
-def is_being_written(folder: str) -> bool:
-    """Return whether a writer of shards, or a write by Ray, is active in a folder.
+def find_writer(folder: str) -> str | None:
+    """Return "this process" or "another process" if a writer of shards, or a write by Ray, is active in a folder, else None.
 
     The manifest may not list the new shards of an active writer yet. On a file system without locks, a writer counts as
     active until its lock file is deleted.
     """
-    return find_writer(folder) is not None
-
-
-def find_writer(folder: str) -> str | None:
-    """Return the writer in a folder, "this process" or "another process"; None if `is_being_written` is False."""
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if _LOCK(name)]
     return next((holder_of(path) for path in paths if is_held(path)), None)
 

@@ -1,4 +1,4 @@
-"""Properties of the machine: file systems, memory, cores, and limits of system calls."""
+"""Properties of the machine: file systems, memory, cores; limits of system calls, and of files that are read as a whole."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+# of a manifest, an index or another file that is read as a whole; such a manifest lists about two million shards
+MAX_WHOLE_NBYTES = 1 << 28
 MAX_BUFFERS = 1024  # IOV_MAX, the most buffers that one system call reads or writes
 MEMORY = frozenset({"tmpfs", "ramfs"})
 # Errors of a process or system that has no more descriptors or memory. They say nothing about the file at hand.

@@ -192,7 +192,7 @@ def write_cache(
             show(report.num_samples)
         for name, content in (others or {}).items():
             write_atomically(os.path.join(folder, name), [content], fsync)
-        manifest.write(os.path.join(folder, MANIFEST), fsync)
+        write_atomically(os.path.join(folder, MANIFEST), [manifest.build()], fsync)
         for inner, *_ in os.walk(folder) if fsync else ():
             fsync_folder(inner)
     return report
@@ -297,10 +297,8 @@ def write_shard(
             output.append([chunk], len(chunk))
             nbytes += len(chunk)
         output.flush()
-        written = ShardFile(output.temporary)
-        index = scan_shard(written.read, nbytes)
+        index = scan_shard(ShardFile(output.temporary).read, nbytes)
         index = dataclasses.replace(index, fingerprint=fingerprint, origins=Origins.of(origins))
-        del written  # only POSIX systems can rename an open file
         if footer:
             tail = build_footer(index)
             output.append([tail], len(tail))

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder, folder_of
-from wds_tensorcache.storage.locks import find_writer, is_being_written, locked_folder
+from wds_tensorcache.storage.locks import find_writer, locked_folder
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 from wds_tensorcache.storage.urls import is_url, is_web, name_of, shown
 
@@ -94,7 +94,7 @@ def index_shard(
             manifest = Manifest.of(folder)
             url = _find(manifest, folder, path)
             if url is None and shard_names([name]) and os.path.exists(folder.locate(MANIFEST)):
-                is_added = not is_being_written(folder.path or os.curdir)
+                is_added = not find_writer(folder.path or os.curdir)
     older = folder.read(sidecar_path(name))
     index = _with_older(index, _stored_index(file, older), None if url is None else manifest.fingerprint(url))
     sidecar = build_footer(index, file.nbytes)

@@ -13,6 +13,8 @@ from wds_tensorcache.storage.atomic import find_temporary, fsync_folder, replace
 from wds_tensorcache.storage.locks import Flock
 from wds_tensorcache.storage.urls import check_not_url, is_url, shown
 
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
+
 
 def check_local(path: str | os.PathLike[str], role: str) -> None:
     """Raise ValueError if a path is a url; the error says that `role` must be local."""
@@ -72,12 +74,12 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     folder = temporary_path(out) if token is None else os.path.join(parent, f".{name}.{token}.tmp")
     for stray in find_temporary(parent, re.escape(name)):
         # an OSError means that the path is not a folder, belongs to another user, or is just being deleted
-        with contextlib.suppress(OSError), _lock_folder(stray) as is_ours:
-            if is_ours and stray != folder:
+        with contextlib.suppress(OSError), Flock(stray, _FLAGS) as lock:
+            if lock.is_locked and stray != folder:
                 shutil.rmtree(stray, ignore_errors=True)
     os.makedirs(folder, exist_ok=token is not None)
-    with _lock_folder(folder) as is_locked:
-        if is_locked is False:
+    with Flock(folder, _FLAGS) as lock:
+        if lock.is_locked is False:
             raise FileExistsError(f"another process is writing {out}; wait until it ends, or choose another folder")
         try:
             yield folder
@@ -92,10 +94,3 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
             raise
     if fsync:
         fsync_folder(parent)
-
-
-@contextlib.contextmanager
-def _lock_folder(folder: str) -> Iterator[bool | None]:
-    """Lock a folder to write or delete; yield False if another process holds it, None without locks."""
-    with Flock(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK) as lock:
-        yield lock.is_locked

@@ -18,7 +18,7 @@ from wds_tensorcache.errors import FormatError, StaleCacheError
 from wds_tensorcache.shards.after_end import load_whole
 from wds_tensorcache.shards.dali_index import write_dali_index
 from wds_tensorcache.shards.fingerprint import check_same
-from wds_tensorcache.shards.index import MemberColumns, ShardIndex
+from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.manifest import (
     MANIFEST,
@@ -81,14 +81,12 @@ class FinishedShards:
             return None
         if is_url(path):  # a request for each member would take too long
             if self._last is None or self._last[0] != (path, suffix):
-                self._last = (path, suffix), self._read_all(path, member)
+                begins = member.begin.astype(np.int64)
+                ends = begins + member.nbytes.astype(np.int64)
+                self._last = (path, suffix), list(self.files.get(path).read_many(begins.tolist(), ends.tolist()))
             return self._last[1][at]
         begin = member.begin.item(at)
         return self.files.get(path).read(begin, begin + member.nbytes.item(at))
-
-    def _read_all(self, url: str, members: MemberColumns) -> list[bytes]:
-        begins = members.begin.astype(np.int64)
-        return list(self.files.get(url).read_many(begins.tolist(), (begins + members.nbytes).tolist()))
 
     def entry(self, path: str) -> ShardEntry:
         """Return the entry of a shard for the manifest of its folder."""

@@ -18,7 +18,7 @@ from wds_tensorcache.shards.dali_index import check_replaceable
 from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.shards.names import dali_index_path, safe_key, sidecar_path
 from wds_tensorcache.storage.folder import folder_of
-from wds_tensorcache.storage.locks import is_being_written
+from wds_tensorcache.storage.locks import find_writer
 from wds_tensorcache.writing.build_batch import Job, Target, compute
 from wds_tensorcache.writing.build_compare import Comparison, refuse_shared
 from wds_tensorcache.writing.build_failures import Failures
@@ -145,7 +145,7 @@ def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
 def remove_abandoned(out: str) -> None:
     """Delete the computed samples of a version that is complete, unless another call is still computing."""
     folder = _hidden(os.path.realpath(out))
-    if os.path.isdir(folder) and not is_being_written(folder):
+    if os.path.isdir(folder) and not find_writer(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -71,8 +71,8 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
         if exc.errno in SHORTAGES:
             raise
         return None
-    is_ours = is_owned(file.status, stat.S_ISREG, OTHERS_MAY_WRITE)
-    return file if is_ours and file.is_current() and file.has_header(digest) else None
+    is_ours = is_owned(file.status, stat.S_ISREG, OTHERS_MAY_WRITE) and file.is_current()
+    return file if is_ours and os.pread(file.fd, BLOCK, _num_blocks(nbytes) * BLOCK) == _header(digest) else None
 
 
 class BlockFile(ShardFile):
@@ -93,8 +93,7 @@ class BlockFile(ShardFile):
         self._begin(path, self.status, may_map=False)
         self._descriptor = Descriptor(fd)
         self.nbytes = nbytes
-        self._header_at = _num_blocks(nbytes) * BLOCK
-        self._map_at = self._header_at + BLOCK
+        self._map_at = (_num_blocks(nbytes) + 1) * BLOCK
         self._nbytes_in_all = self._map_at + _num_blocks(nbytes)
         # Blocks that are known to be present.
         self._present = bytearray(_num_blocks(nbytes))
@@ -123,10 +122,6 @@ class BlockFile(ShardFile):
     def allow_map(self) -> None:
         """Let readers map the file, unless it is being evicted. All blocks that they need must be present."""
         self._may_map = lock_range(self.fd, MAPPED, shared=True)
-
-    def has_header(self, digest: bytes) -> bool:
-        """Return whether the header names this digest, and this boot of the machine."""
-        return os.pread(self.fd, BLOCK, self._header_at) == _header(digest)
 
     def absent(self, runs: BlockRuns) -> BlockRuns:
         """Return the parts of runs of blocks, each `[first, last)`, that are absent.

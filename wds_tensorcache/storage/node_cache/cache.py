@@ -27,7 +27,7 @@ def read_remote(ranges: Iterable[Range]) -> None:
     """Read ranges of remote files, each through its cache if it has a cache; see `fetch_many`."""
     by_cache: dict[NodeCache | None, list[Range]] = {}
     for extent in ranges:
-        by_cache.setdefault(extent[0].cache if isinstance(extent[0], CachedFile) else None, []).append(extent)
+        by_cache.setdefault(extent[0].cache, []).append(extent)
     for cache, extents in by_cache.items():
         (fetch_many if cache is None else cache.read_many)(extents)
 
@@ -51,12 +51,6 @@ class NodeCache:
     def __reduce__(self) -> Any:
         return NodeCache, (self.folder, self._max_open)
 
-    def file(
-        self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
-    ) -> CachedFile:
-        """Return a remote file that is read through this cache. `RemoteFile` takes the same arguments."""
-        return CachedFile(self, url, nbytes, tag, manifest)
-
     def read_many(self, ranges: Sequence[Range]) -> None:
         """Read ranges of files; fetch absent blocks first.
 
@@ -64,7 +58,7 @@ class NodeCache:
             FormatError, MissingShardError, RemoteError: As for `fetch_many`.
         """
         now_s = time.monotonic()
-        by_file: dict[CachedFile, list[Range]] = {}
+        by_file: dict[RemoteFile, list[Range]] = {}
         for extent in _read_present(ranges, {file: self.find_local(file, now_s) for file, *_ in ranges}):
             by_file.setdefault(extent[0], []).append(extent)
         files = list(by_file)
@@ -77,9 +71,9 @@ class NodeCache:
             if absent:
                 fetch_many(absent)
 
-    def _prepare(self, by_file: Mapping[CachedFile, Sequence[Range]]) -> dict[CachedFile, BlockFile | None]:
+    def _prepare(self, by_file: Mapping[RemoteFile, Sequence[Range]]) -> dict[RemoteFile, BlockFile | None]:
         """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
-        local: dict[CachedFile, BlockFile | None] = {}
+        local: dict[RemoteFile, BlockFile | None] = {}
         wanted: list[Wanted] = []
         self._close_evicted()
         # names of local files contain the tags; at most one request for each file
@@ -124,7 +118,7 @@ class NodeCache:
             self._is_warned = True
             warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=user_level())
 
-    def _local(self, file: CachedFile) -> BlockFile | None:
+    def _local(self, file: RemoteFile) -> BlockFile | None:
         """Return the local file, opened or created if needed; None if it is not open and the cache is paused.
 
         Raises:
@@ -149,7 +143,7 @@ class NodeCache:
             if not block_file.is_current():
                 self._open.pop(digest, None)
 
-    def find_local(self, file: CachedFile, now_s: float) -> BlockFile | None:
+    def find_local(self, file: RemoteFile, now_s: float) -> BlockFile | None:
         """Return the local file, perhaps evicted; None if it is not open. `now_s` is the current time by `time.monotonic`."""
         block_file = self._open.get(file.digest) if file.digest else None
         if block_file is not None:
@@ -161,38 +155,12 @@ class NodeCache:
         self._open.clear()
 
 
-class CachedFile(RemoteFile):
-    """A remote file that is read through a node's cache.
-
-    Args:
-        cache: The `NodeCache` through which the file is read.
-        url, nbytes, tag, manifest: As for `RemoteFile`.
-
-    Threads/fork/pickle: any thread and any forked process may read. Not pickled.
-    """
-
-    def __init__(
-        self,
-        cache: NodeCache,
-        url: str,
-        nbytes: int | None = None,
-        tag: str | None = None,
-        manifest: str | None = None,
-    ) -> None:
-        super().__init__(url, nbytes, tag, manifest)
-        self.cache = cache
-        self.digest: bytes | None = None  # of url, length and tag, once the cache has used it
-
-    def _fetch(self, ranges: Sequence[Range]) -> None:
-        self.cache.read_many(ranges)
-
-
 def _end(extent: Range) -> int:
     _, begin, buffers = extent
     return begin + (len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers)))
 
 
-def _read_present(ranges: Sequence[Range], local: Mapping[CachedFile, BlockFile | None]) -> list[Range]:
+def _read_present(ranges: Sequence[Range], local: Mapping[RemoteFile, BlockFile | None]) -> list[Range]:
     """Read the ranges whose blocks are known to be present; return the ranges that were not read."""
     rest, done = list[Range](), dict[BlockFile, list[Range]]()
     for extent in ranges:

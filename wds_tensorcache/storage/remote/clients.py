@@ -71,8 +71,9 @@ def _make(origin: str, credentials: tuple[str, str] | None, url: str) -> Client:
     scheme = origin.partition("://")[0]
     if scheme in ("http", "https"):
         from wds_tensorcache.storage.remote.http import HttpClient
+        from wds_tensorcache.storage.remote.http_transport import basic_authorization
 
-        return HttpClient(origin, credentials)
+        return HttpClient(origin, basic_authorization(*credentials) if credentials else None)
     if scheme in ("s3", "gs", "az"):
         from wds_tensorcache.storage.remote.stores import StoreClient
 

@@ -11,7 +11,6 @@ from typing import Any, Protocol, TypeVar
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
-from wds_tensorcache.storage.remote.pace import Pace
 from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, Request
 from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.threads import Threads, per_process
@@ -46,11 +45,6 @@ COUNTS = _Counts()
 _executor = per_process(lambda: Threads(MAX_REQUESTS, "tensorcache-remote"))
 _local = threading.local()
 _scratch = memoryview(bytearray(_MOST_GAP))  # gaps are read into it, by all threads at once; its content is never used
-
-
-def pace_of(url: str) -> Pace:
-    """Return the measured pace of a url's server: `latency_s`, `rate` and `total_rate`."""
-    return client_for(url).pace
 
 
 @dataclass(slots=True)
@@ -127,7 +121,7 @@ def _plan(ranges: Ranges, merges: bool) -> list[_Range]:
 
 def largest_gap(url: str) -> int:
     """Return the length in bytes, 4 KiB to 256 KiB, of a gap between ranges that takes as long to read as another request."""
-    pace = pace_of(url)
+    pace = client_for(url).pace
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
 
@@ -253,5 +247,5 @@ def _work(call: Callable[[], _Result], cancel: retry.Cancel) -> _Result:
         try:
             return call()
         except BaseException:
-            cancel.is_set = True
+            cancel.set()
             raise

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from wds_tensorcache.storage.remote.http_transport import Response, Transport, basic_authorization
+from wds_tensorcache.storage.remote.http_transport import Response, Transport
 from wds_tensorcache.storage.remote.no_ranges import Copies, Copy
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
@@ -43,10 +43,9 @@ class HttpClient:
     Threads/fork/pickle: as `Client`.
     """
 
-    def __init__(self, origin: str, credentials: tuple[str, str] | None) -> None:
-        self.origin = origin
+    def __init__(self, origin: str, authorization: str | None) -> None:
         self.pace = Pace()
-        self._transport = Transport(origin, basic_authorization(*credentials) if credentials else None)
+        self._transport = Transport(origin, authorization)
         self._has_ranges: bool | None = None  # None until a response shows it
         self._num_suffixes_ignored = 0
         self._is_warned = False

@@ -9,7 +9,7 @@ from typing import TypeVar
 from urllib.parse import unquote
 
 from wds_tensorcache.storage.remote.http import HttpClient
-from wds_tensorcache.storage.remote.http_transport import Response, Transport
+from wds_tensorcache.storage.remote.http_transport import Response
 from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError
 from wds_tensorcache.storage.urls import origin_of, web_url
 
@@ -32,9 +32,8 @@ class HubClient(HttpClient):
             raise ImportError(f"reading hf:// needs huggingface_hub: {install}") from missing
         self._hub = huggingface_hub
         self._api = huggingface_hub.HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None)
-        super().__init__(origin_of(self._api.endpoint), None)
         token = huggingface_hub.get_token()
-        self._transport = Transport(self.origin, f"Bearer {token}" if token else None)
+        super().__init__(origin_of(self._api.endpoint), f"Bearer {token}" if token else None)
         self._commits: dict[tuple[str, str, str | None], str] = {}
 
     def _parse(self, request: Request) -> tuple[str, str, str, str]:

@@ -24,7 +24,6 @@ from wds_tensorcache.storage.urls import bucket_and_key, check_writable, conceal
 
 # the longest object that one request stores, in bytes: S3 and its copies accept 5 GiB, Azure 5,000 MiB, Google 5 TiB
 _MAX_PUT_NBYTES = {"s3": 5 << 30, "az": 5000 << 20, "gs": 5 << 40}
-_MAX_NBYTES = 1 << 28
 _LONGEST_S = 600.0  # a thousand writers that finish at once have changed the manifest by then
 # Google refuses more than about one change of an object each second with status 429
 _BUSY = frozenset({409, 429})
@@ -76,9 +75,9 @@ class ObjectFolder:
     def names(self) -> list[str]:
         return sorted(map(name_of, list_objects(self.path)))
 
-    def read(self, name: str, max_nbytes: int = _MAX_NBYTES) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
         with contextlib.suppress(FileNotFoundError):
-            return read_whole(self.locate(name), max_nbytes)
+            return read_whole(self.locate(name))
         return None
 
     def write(self, name: str, content: bytes) -> None:
@@ -140,7 +139,7 @@ class ObjectFolder:
                 self._put(url, content, mode="create", attributes={_TOKEN: token})
                 return
             # The response to the attempt that stored the object may have been lost.
-            metadata = self._metadata(url)
+            metadata = self._get(url, lambda response: dict(response.attributes), head=True)
             if metadata is not None and metadata.get(_TOKEN) == token:
                 return
             if metadata is not None:
@@ -207,11 +206,8 @@ class ObjectFolder:
         """Return the content and the version of an object; None if the object does not exist."""
         return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
-    def _metadata(self, url: str) -> dict[str, str] | None:
-        """Return the user-defined metadata of an object; None if the object does not exist."""
-        return self._get(url, lambda response: dict(response.attributes), head=True)
-
     def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:
+        """Return what `parse` makes of the response to a read; None if the object does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return self._call(Request(url), lambda store, key: parse(store.get(key, options=options)))
         return None

@@ -12,6 +12,7 @@ from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_head, read_tail, stat
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.retry import MissingBucketError, Request
+from wds_tensorcache.storage.system import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown
 
@@ -30,10 +31,12 @@ class RemoteFile:
         nbytes: Length of the object, if it is known, for example from a manifest.
         tag: Tag of the object, if it is known.
         manifest: Path or url of the manifest that lists the object, for messages.
+        cache: The `NodeCache` through which the object is read; None without a cache.
 
     Attributes:
         url: The url, concealed.
         path: The url for messages, without secrets.
+        digest: Digest of url, length and tag, once the node's cache has used it.
         is_asked: True if a response has reported the object's state. A tag of None then means that the server has no tags.
 
     Raises (all methods that make requests):
@@ -47,11 +50,17 @@ class RemoteFile:
     is_remote = True
 
     def __init__(
-        self, url: str, nbytes: int | None = None, tag: str | None = None, manifest: str | None = None
+        self,
+        url: str,
+        nbytes: int | None = None,
+        tag: str | None = None,
+        manifest: str | None = None,
+        cache: Any = None,
     ) -> None:
         self.url = conceal(url)
         self.path = shown(self.url)
-        self.manifest = manifest
+        self.manifest, self.cache = manifest, cache
+        self.digest: bytes | None = None
         self.is_asked = False
         self._state = None if nbytes is None else ObjectInfo(nbytes, tag)
 
@@ -152,7 +161,7 @@ class RemoteFile:
         """Return None, because a remote file has no map."""
 
     def _fetch(self, ranges: Sequence[tuple[RemoteFile, int, Sequence[Any]]]) -> None:
-        fetch_many(ranges)
+        (fetch_many if self.cache is None else self.cache.read_many)(ranges)
 
     def check_unchanged(self) -> None:
         """Do nothing: every read compares tag and length."""
@@ -161,11 +170,11 @@ class RemoteFile:
         return f"RemoteFile({self.path!r}, nbytes={self.identity[0]})"
 
 
-def read_whole(url: str, max_nbytes: int) -> bytes:
-    """Return the bytes of an object; raise FileNotFoundError if it is missing, RemoteError if it exceeds `max_nbytes`."""
+def read_whole(url: str) -> bytes:
+    """Return the bytes of an object; raise FileNotFoundError if it is missing, RemoteError if it exceeds 256 MiB."""
     state, content = read_head(url, PART_NBYTES)
-    if state.nbytes > max_nbytes:
-        raise Request(url).error(f"the object has {state.nbytes} bytes, more than {max_nbytes}")
+    if state.nbytes > MAX_WHOLE_NBYTES:
+        raise Request(url).error(f"the object has {state.nbytes} bytes, more than {MAX_WHOLE_NBYTES}")
     if len(content) < state.nbytes:
         content += RemoteFile(url, state.nbytes, state.tag).read(len(content), state.nbytes)
     return content

@@ -59,17 +59,11 @@ class MissingBucketError(FileNotFoundError):
     """A bucket or container that does not exist."""
 
 
-class Cancel:
-    """Set this to cancel a group of requests."""
-
-    __slots__ = ("is_set",)
-
-    def __init__(self) -> None:
-        self.is_set = False
+class Cancel(threading.Event):
+    """Set this to cancel a group of requests. They raise CancelledError soon."""
 
     def set(self) -> None:
-        """Cancel the group's requests. They raise CancelledError soon."""
-        self.is_set = True
+        super().set()
         end_overdue()
 
 
@@ -240,9 +234,12 @@ def bind_cancel(cancel: Cancel) -> Iterator[None]:
 
 def check_cancelled() -> None:
     """Raise CancelledError if the current request was cancelled, or if the interpreter ends."""
-    cancel = getattr(_local, "cancel", None)
-    if _exit.is_set or (cancel is not None and cancel.is_set):
+    if _is_cancelled(getattr(_local, "cancel", None)):
         raise CancelledError
+
+
+def _is_cancelled(cancel: Cancel | None) -> bool:
+    return _exit.is_set() or (cancel is not None and cancel.is_set())
 
 
 def sleep(seconds: float) -> None:
@@ -257,8 +254,8 @@ def end_overdue() -> None:
     """Shut down the sockets of requests that are cancelled or exceed their time limits, which ends their reads."""
     now = time.monotonic()
     for request in _in_flight().copy():
-        cancel, sock = request.cancel, request.sock
-        if sock is not None and (_exit.is_set or (cancel is not None and cancel.is_set) or now > request.deadline):
+        sock = request.sock
+        if sock is not None and (_is_cancelled(request.cancel) or now > request.deadline):
             with suppress(OSError):
                 # not SSLSocket.shutdown, after which reads return encrypted bytes
                 socket.socket.shutdown(getattr(sock, "socket", sock), socket.SHUT_RDWR)
