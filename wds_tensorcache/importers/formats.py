@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
+from wds_tensorcache.errors import FormatError, unknown_name
 from wds_tensorcache.importers.generic import (
     file_folder,
     hf_datasets,
@@ -11,7 +11,7 @@ from wds_tensorcache.importers.generic import (
     webdataset_members,
 )
 from wds_tensorcache.importers.source import Format
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, is_fault
 from wds_tensorcache.importers.trainers import (
     ai_toolkit,
     comfyui,
@@ -92,8 +92,10 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
 def _recognize(form: Format, folder: SourceFolder) -> int:
     try:
         return form.recognize(folder)
-    except (TensorCacheError, OSError):  # a bad file, which the import reports
+    except FormatError:  # a bad file, which the import reports
         return 0
     except Exception as exc:  # hostile files may have any values
+        if not is_fault(exc):
+            raise
         problem = f"{folder.path}: whether its format is {form.name!r} cannot be determined: {exc!r:.300}"
         raise FormatError(f"{problem}; pass the format as --format (format=)") from exc

@@ -14,9 +14,8 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.conversion import Conversion, Written, plan_shards
 from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
-from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.source import Source, SourceSample
-from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import hashed_key, safe_key
@@ -93,12 +92,9 @@ def import_cache(
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers}, expected at least 1")
     folder, origin = _open_folder(source, trust)
-    try:
-        chosen = choose_format(folder, format)
-        with naming(folder.path):
-            opened = chosen.open(folder)
-    except ShortageError as exc:
-        raise OSError(*exc.args) from exc
+    chosen = choose_format(folder, format)
+    with naming(folder.path):
+        opened = chosen.open(folder)
     samples, bad = opened.samples, {**opened.bad, **dict(sorted(folder.faults.items()))}
     keys = _keys_of(opened, folder, chosen.name)
     if bad and on_error == "stop":

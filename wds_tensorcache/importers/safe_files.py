@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import math
@@ -13,7 +12,6 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
 from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
@@ -24,13 +22,12 @@ from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor, parse_header
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_bytes, view_tensor
-from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.source_folder import POOL, RECYCLED, ShortageError, SourceFolder
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.source_folder import POOL, RECYCLED, SourceFolder, naming, view_open
 from wds_tensorcache.integrations import arrays
 from wds_tensorcache.integrations.arrays import ZIP, check_content, gunzip, parse_npy, parse_npz, view_content
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
-from wds_tensorcache.storage.system import SHORTAGES
 
 _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
 _ZIP_HEAD = struct.Struct("<26xHH")  # of a file in a zip, with the lengths of its name and its extra field
@@ -40,32 +37,15 @@ _MAX_KEPT_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Add a file's name to errors; turn errors of other packages into FormatError, except ImportError and lack of memory."""
-    try:
-        yield
-    except (ImportError, MemoryError):
-        raise
-    except TensorCacheError as exc:
-        raise exc.at(name) from exc
-    except Exception as exc:
-        if isinstance(exc, OSError) and exc.errno in SHORTAGES:
-            raise ShortageError(exc.errno, f"{name}: {exc.strerror}") from exc
-        is_deep = isinstance(exc, RecursionError)
-        problem = "the values are nested too deeply" if is_deep else f"cannot be decoded: {exc!r:.300}"
-        raise FormatError(problem).at(name) from exc
-
-
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
     """Return the arrays of an `.npz` file by name, converted by `as_tensor`; unpickle objects only in a trusted file."""
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         files = arrays.list_zip(file)
         if not files:
             return {}
         begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
         # Hazard: some processors copy eight times as slowly into memory that begins 1 to 15 bytes after a page.
-        raw = folder.view_open(file, name, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
+        raw = view_open(file, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
         parsed = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
         return {key: as_tensor(array) for key, array in parsed.items()}
 
@@ -77,7 +57,7 @@ def list_npz(folder: SourceFolder, name: str) -> list[str]:
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
     """Return the files in a zip; raise FormatError if it is damaged, or two files have the same name."""
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         return list(arrays.list_zip(file).values())
 
 
@@ -103,13 +83,13 @@ def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
     Memory: tensors may alias the content; never write to them. With `is_mapped`, or if the file has more than 256 MiB, the
         content is mapped, and read on use.
     """
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes and (is_mapped or nbytes > _MAPPED):
             # not writable, because the system limits the total length of writable maps
             raw = view_bytes(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).data
         else:
-            raw = folder.view_open(file, name)
+            raw = view_open(file)
         return parse_torch(raw, folder.trust, file)
 
 
@@ -211,7 +191,7 @@ def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str,
 
     Only the header is read.
     """
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
         begin = file.read(8)
         begin += file.read(min(int.from_bytes(begin, "little"), nbytes, MAX_HEADER_NBYTES))

@@ -34,7 +34,7 @@ from typing import Any
 from wds_tensorcache.errors import FormatError, TensorCacheError, format_count, list_names
 from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
@@ -72,7 +72,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
     """Return the suffixes of the first members of a tar; of a damaged tar, the suffixes before the damage."""
     suffixes: list[str] = []
-    with suppress(FormatError), folder.open(name):
+    with suppress(FormatError), naming(name):
         file = ShardFile(folder.locate(name))
         suffixes.extend(_split(member)[1] for member, *_ in islice(Scanner(file.read, file.nbytes), _NUM_PROBED))
     return suffixes
@@ -94,7 +94,7 @@ def _open(folder: SourceFolder) -> Source:
         samples: dict[str, dict[str, _Extent]] = {}
         key = ""
         try:
-            with folder.open(name):  # for its errors
+            with naming(name):
                 file = ShardFile(folder.locate(name))
                 scanner = Scanner(file.read, file.nbytes)
                 for member, begin, nbytes in scanner:
@@ -110,7 +110,7 @@ def _open(folder: SourceFolder) -> Source:
                     f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links
                 }
         except FormatError as exc:
-            bad[name] = str(exc)
+            bad[name] = str(exc).removeprefix(f"{name}: ")
             samples.pop(key, None)  # the sample may lack members
         tar_samples += [(file, name, key, members) for key, members in samples.items()]
     doubles = [key for key, count in Counter(key for _, _, key, _ in tar_samples).items() if count > 1]

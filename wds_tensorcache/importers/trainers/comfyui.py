@@ -31,9 +31,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch, naming
+from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 _SHARD = re.compile(r"(?:.*/)?shard_[^/]*\.pkl", re.DOTALL)
 _METADATA = "metadata.json"

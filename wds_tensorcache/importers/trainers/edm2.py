@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
-from wds_tensorcache.importers.safe_files import as_tensor, list_zip, naming, view_zip_file
+from wds_tensorcache.errors import FormatError, list_names
+from wds_tensorcache.importers.safe_files import as_tensor, list_zip, view_zip_file
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.arrays import parse_npy
 
 _MOMENTS = re.compile(r"((?:.*/)?)(\d{5}/img-mean-std-\d{8}\.npy)", re.DOTALL | re.ASCII)
@@ -50,7 +50,7 @@ def _recognize(folder: SourceFolder) -> int:
     for name in folder.by_suffix.get(".zip", ()):
         try:
             count += any(_MOMENTS.fullmatch(file.filename) for file in list_zip(folder, name))
-        except (TensorCacheError, OSError):
+        except FormatError:
             continue  # such a zip is reported if other files are recognized
     return count
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
 from wds_tensorcache.importers.source import Faults, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
@@ -294,7 +294,7 @@ def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, 
     """Return the tensor names and the metadata of a file; both are empty if the file is damaged or cannot be read."""
     try:
         return read_safetensors_header(folder, name)
-    except (TensorCacheError, OSError):
+    except FormatError:
         return [], {}
 
 

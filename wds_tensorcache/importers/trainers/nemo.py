@@ -31,9 +31,9 @@ from typing import Any
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch, naming
+from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 _METADATA = "metadata.json"
 _FILE = re.compile(r"(?:.*/)?(?:\d+x\d+(?:x\d+)?/[^/]+\.pt|samples/sample_\d{8}\.pt|[^/]+\.meta)", re.ASCII | re.DOTALL)

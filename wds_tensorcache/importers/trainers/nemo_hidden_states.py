@@ -28,9 +28,8 @@ from typing import Any
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.source import Faults, Format, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.importers.trainers.rows import list_rows, read_stacked
 
 _SHARD = re.compile(r"((?:.*/)?)shard-\d{6}\.safetensors", re.DOTALL | re.ASCII)

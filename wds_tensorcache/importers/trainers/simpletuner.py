@@ -48,9 +48,9 @@ import torch
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch, naming
+from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, num_common
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 _FILE = re.compile(r"(?:.*/)?(?:[0-9a-f]{64}|[0-9a-f]{32}-[\w.-]+)\.pt", re.ASCII | re.DOTALL)
 _TEXT = re.compile(r"([0-9a-f]{32})-([\w.-]+)\.pt", re.ASCII)
