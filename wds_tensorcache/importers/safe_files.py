@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import mmap
 import os
 import pickle
@@ -33,7 +32,6 @@ _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
 _ZIP_HEAD = struct.Struct("<26xHH")  # of a file in a zip, with the lengths of its name and its extra field
 _ALIGNMENT = 64  # of arrays in bytes, enough for every dtype
 _MAPPED = 1 << 28  # longer files of torch are mapped
-_MAX_KEPT_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
@@ -155,38 +153,21 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
         return {name: _view_stored(raw, tensor) for name, tensor in layout.tensors.items()}, dict(metadata)
 
 
+@lru_cache(16)  # files whose tensors have equal shapes often have equal headers
 def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     """Return the layout and the metadata in the header of a `.safetensors` file of `nbytes` bytes."""
-    return (_parse_kept_header if len(head) <= _MAX_KEPT_HEADER else _parse_kept_header.__wrapped__)(head, nbytes)
-
-
-@lru_cache(64)  # files whose tensors have equal shapes often have equal headers
-def _parse_kept_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     layout, _ = parse_header(head, nbytes)
     return layout, json.loads(head[8 : layout.data_begin]).get("__metadata__") or {}
 
 
 def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
-    dtype = _dtype_of(tensor)
-    if tensor.begin % dtype.itemsize:
-        return check_tensor(view_tensor(bytearray(raw[tensor.begin : tensor.end]), dtype, tensor.shape))
-    return check_tensor(view_tensor(raw, dtype, tensor.shape, tensor.begin))
+    itemsize, dtype, _ = STORED[tensor.dtype]
+    content = raw[tensor.begin : tensor.end]
+    aligned = bytearray(content) if tensor.begin % itemsize else content
+    return check_tensor(view_tensor(aligned, getattr(torch, dtype), tensor.shape))
 
 
-def _dtype_of(tensor: StoredTensor) -> torch.dtype:
-    dtype = getattr(torch, STORED[tensor.dtype][1], None)
-    if dtype is None:
-        raise FormatError(f"{tensor.dtype} needs a newer release of torch")
-    return dtype  # type: ignore[no-any-return]
-
-
-def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the tensor names of a `.safetensors` file, in the order of the tensors' bytes, and the file's metadata."""
-    tensors, metadata = read_safetensors_tensors(folder, name)
-    return list(tensors), metadata
-
-
-def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the stored tensors of a `.safetensors` file by name, in the order of their bytes, and the file's metadata.
 
     Only the header is read.
@@ -198,15 +179,6 @@ def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str,
         layout, metadata = _parse_header(begin, nbytes)
         "".join(metadata.values()).encode()  # raises if a value has a surrogate, from an escape in the JSON
         return layout.tensors, metadata
-
-
-def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) -> torch.Tensor:
-    """Return `tensor[row]` of a `.safetensors` file. Only the bytes of the row are read."""
-    shape = tensor.shape[1:]
-    nbytes = math.prod(shape) * STORED[tensor.dtype][0]
-    begin = tensor.begin + row * nbytes
-    with naming(name):
-        return check_tensor(view_tensor(folder.view(name, begin, begin + nbytes), _dtype_of(tensor), shape))
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Any:

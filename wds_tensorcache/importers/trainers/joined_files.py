@@ -293,7 +293,8 @@ class TableFiles:
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
     """Return the tensor names and the metadata of a file; both are empty if the file is damaged or cannot be read."""
     try:
-        return read_safetensors_header(folder, name)
+        tensors, metadata = read_safetensors_header(folder, name)
+        return list(tensors), metadata
     except FormatError:
         return [], {}
 

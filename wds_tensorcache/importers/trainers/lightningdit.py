@@ -31,7 +31,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.trainers.rows import list_rows, read_stacked
+from wds_tensorcache.importers.trainers.rows import list_rows
 
 _FILE = re.compile(r"(?:.*/)?latents_rank\d+_shard\d+\.safetensors", re.DOTALL | re.ASCII)
 _STATS = "latents_stats.pt"
@@ -49,17 +49,8 @@ def _open(folder: SourceFolder) -> Source:
     for name in folder.names:
         if name.endswith(".safetensors"):
             with bad.of(name):
-                samples += _rows(folder, name)
+                samples += list_rows(folder, name, ["latents", "labels"], {"labels": "label"})
     return Source(samples, provenance, bad, metadata_files)
-
-
-def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
-    tensors, num_rows = read_stacked(folder, name, ["latents", "labels"])
-    if "label" in tensors:
-        raise FormatError("has both a tensor 'label' and a tensor 'labels'").at(name)
-    # the order of a training batch, whatever the order in the file is
-    entries = {entry: tensors[entry] for entry in sorted(tensors) if entry != "labels"} | {"label": tensors["labels"]}
-    return list_rows(folder, name, entries, num_rows)
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
