@@ -29,29 +29,26 @@ from wds_tensorcache.importers.trainers import (
     simpletuner,
 )
 
-FORMATS: tuple[Format, ...] = tuple(
-    module.FORMAT
-    for module in (
-        ai_toolkit,
-        comfyui,
-        diffusion_pipe,
-        edm2,
-        fastvideo,
-        file_folder,
-        hf_datasets,
-        kohya_npz,
-        kohya_safetensors,
-        lightningdit,
-        litdata,
-        ltx,
-        mds,
-        musubi,
-        nemo,
-        nemo_hidden_states,
-        onetrainer,
-        simpletuner,
-        webdataset_members,
-    )
+FORMATS: tuple[Format, ...] = (
+    ai_toolkit.FORMAT,
+    comfyui.FORMAT,
+    diffusion_pipe.FORMAT,
+    edm2.FORMAT,
+    fastvideo.FORMAT,
+    file_folder.FORMAT,
+    hf_datasets.FORMAT,
+    kohya_npz.FORMAT,
+    kohya_safetensors.FORMAT,
+    lightningdit.FORMAT,
+    litdata.FORMAT,
+    ltx.FORMAT,
+    mds.FORMAT,
+    musubi.FORMAT,
+    nemo.FORMAT,
+    nemo_hidden_states.FORMAT,
+    onetrainer.FORMAT,
+    simpletuner.FORMAT,
+    webdataset_members.FORMAT,
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -101,7 +100,7 @@ def import_cache(
         name, problem = next(iter(bad.items()))
         raise (None if opened.bad else folder.first_fault()) or FormatError(problem).at(name)
     changes: dict[str, Any] = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
-    complete = {**_finite(opened.provenance), "format": chosen.name, SOURCE: origin}
+    complete = {**opened.provenance, "format": chosen.name, SOURCE: origin}
     complete |= {name: value for name, value in changes.items() if value} | dict(fingerprint or {})
     report = ImportReport(chosen.name, num_read=len(samples), notes=list(opened.notes), fingerprint=complete)
     report.skipped = [Skipped(name, (name,), fault) for name, fault in bad.items()]
@@ -209,15 +208,6 @@ def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished
         if any(changed_ns[file] > written_ns[path] for file in sample.files):
             changed.append(sample.name)
     return changed
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value with texts in place of NaN and infinities, which a fingerprint cannot contain."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:

@@ -45,7 +45,6 @@ _DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as a tar without tensors
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
-_MAX_GAP = 4096  # bytes between members of one sample, for their headers
 _Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
 _DECODE = decode(lazy=False)
 
@@ -148,7 +147,7 @@ def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
 
 
 def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:
-    raw = _read(file, extents)
+    raw = {suffix: file.read(*extent) for suffix, extent in extents.items()}
     file.check_unchanged()
     values: dict[str, Any] = {}
     for suffix in [suffix for suffix in raw if _kind(suffix) in _DECODED]:
@@ -164,15 +163,6 @@ def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: d
     names = {suffix: suffix.rpartition(".")[0] or suffix for suffix in values}
     is_clear = len(set(names.values())) == len(names)
     return Loaded({names[suffix] if is_clear else suffix: value for suffix, value in values.items()}, raw)
-
-
-def _read(file: ShardFile, extents: dict[str, _Extent]) -> dict[str, bytes]:
-    """Return the contents of a sample's members by suffix. Adjacent members are read with one system call."""
-    first, last = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
-    if last - first > sum(end - begin for begin, end in extents.values()) + _MAX_GAP * len(extents):
-        return {suffix: file.read(*extent) for suffix, extent in extents.items()}
-    span = memoryview(file.read(first, last))
-    return {suffix: bytes(span[begin - first : end - first]) for suffix, (begin, end) in extents.items()}
 
 
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
