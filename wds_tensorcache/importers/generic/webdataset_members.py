@@ -31,7 +31,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, format_count, list_names
+from wds_tensorcache.errors import FormatError, format_count, list_names
 from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
@@ -151,11 +151,8 @@ def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: d
     file.check_unchanged()
     values: dict[str, Any] = {}
     for suffix in [suffix for suffix in raw if _kind(suffix) in _DECODED]:
-        try:
-            value = _decode(suffix, raw.pop(suffix), folder.trust)
-        except TensorCacheError as exc:
-            raise exc.at(f"{name}: sample {key!r:.100}") from exc
-        values[suffix] = tensors_of(value)
+        with naming(f"{name}: sample {key!r:.100}"):
+            values[suffix] = tensors_of(_decode(suffix, raw.pop(suffix), folder.trust))
     if "" in raw:
         raise FormatError(f"member {key!r:.100} has no suffix").at(name)
     if len(values) == 1 and "." not in next(iter(values)):
@@ -169,10 +166,8 @@ def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
     if kind not in _PICKLES:
         return _DECODE({"__key__": "", kind: raw})[kind]
-    try:
+    with naming(f"member {suffix!r:.100}"):
         return parse_torch(raw, trust)
-    except TensorCacheError as exc:
-        raise exc.at(f"member {suffix!r:.100}") from exc
 
 
 FORMAT = Format(
