@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from wds_tensorcache.errors import FormatError, unknown_name
 from wds_tensorcache.importers.generic import (
     file_folder,
@@ -87,8 +89,11 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
 
 
 def _recognize(form: Format, folder: SourceFolder) -> int:
+    """Return the number of files of a format in a folder."""
     try:
-        return form.recognize(folder)
+        if isinstance(form.files, re.Pattern):
+            return len(list(filter(form.files.fullmatch, folder.names)))
+        return form.files(folder)
     except FormatError:  # a bad file, which the import reports
         return 0
     except Exception as exc:  # hostile files may have any values

@@ -11,7 +11,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,7 +24,7 @@ from wds_tensorcache.codec.views import check_tensor, view_bytes, view_tensor
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.source_folder import POOL, RECYCLED, SourceFolder, naming, view_open
 from wds_tensorcache.integrations import arrays
-from wds_tensorcache.integrations.arrays import ZIP, check_content, gunzip, parse_npy, parse_npz, view_content
+from wds_tensorcache.integrations.arrays import ZIP, gunzip, parse_npy, parse_npz
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
 
@@ -57,16 +57,6 @@ def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
     """Return the files in a zip; raise FormatError if it is damaged, or two files have the same name."""
     with folder.open(name) as file:
         return list(arrays.list_zip(file).values())
-
-
-def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> memoryview:
-    """Return the content of a file in a zip; raise FormatError if it is compressed, or its CRC does not match."""
-    with naming(name), naming(f"{file.filename!r:.200}"):
-        if file.compress_type != zipfile.ZIP_STORED:
-            raise FormatError("is compressed, expected a stored file")
-        content: memoryview = view_content(partial(folder.view, name), file)
-        check_content(content, file)
-        return content
 
 
 def load_npy(folder: SourceFolder, name: str) -> Any:

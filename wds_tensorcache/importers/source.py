@@ -84,12 +84,6 @@ class Format:
     open: Callable[[SourceFolder], Source]
     is_generic: bool = False
 
-    def recognize(self, folder: SourceFolder) -> int:
-        """Return the number of files of this format in a folder."""
-        if isinstance(self.files, re.Pattern):
-            return sum(self.files.fullmatch(name) is not None for name in folder.names)
-        return self.files(folder)
-
 
 class Faults(dict[str, str]):
     """The faults of bad files, by file, as in `Source.bad`."""

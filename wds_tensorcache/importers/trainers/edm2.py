@@ -28,15 +28,15 @@ import os.path
 import re
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from zipfile import ZIP_STORED, ZipInfo
 
 import torch
 
 from wds_tensorcache.errors import FormatError, list_names
-from wds_tensorcache.importers.safe_files import as_tensor, list_zip, view_zip_file
+from wds_tensorcache.importers.safe_files import as_tensor, list_zip
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
-from wds_tensorcache.integrations.arrays import parse_npy
+from wds_tensorcache.integrations.arrays import check_content, parse_npy, view_content
 
 _MOMENTS = re.compile(r"((?:.*/)?)(\d{5}/img-mean-std-\d{8}\.npy)", re.DOTALL | re.ASCII)
 _IMAGES, _FEATURES = "images/", "vae-sd/"
@@ -71,8 +71,14 @@ def _open(folder: SourceFolder) -> Source:
     return Source(samples, {}, bad, sorted(used), notes)
 
 
-def _view_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: str) -> memoryview:
-    return view_zip_file(folder, name, files[file])
+def _view_zipped(folder: SourceFolder, name: str, files: dict[str, ZipInfo], file: str) -> memoryview:
+    """Return the content of a file in a zip; raise FormatError if it is compressed, or its CRC does not match."""
+    with naming(name), naming(f"{file!r:.200}"):
+        if files[file].compress_type != ZIP_STORED:
+            raise FormatError("is compressed, expected a stored file")
+        content: memoryview = view_content(partial(folder.view, name), files[file])
+        check_content(content, files[file])
+        return content
 
 
 def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read: _Read, archive: str = "") -> set[str]:
