@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,10 @@ class Faults(dict[str, str]):
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Catch a FormatError of the `with` block, and record it as the fault of a file."""
+        """Record an error of the `with` block as the fault of a file, if `naming` makes it a FormatError."""
         try:
-            yield
+            with naming(name):
+                yield
         except FormatError as exc:
             self[name] = exc.reason
 

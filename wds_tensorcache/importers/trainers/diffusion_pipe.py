@@ -105,7 +105,7 @@ def _open(folder: SourceFolder) -> Source:
     listed: set[str] = set()
     databases = [name for name in folder.names if os.path.basename(name) == _DATABASE]
     for database in databases:
-        with bad.of(database), naming(database):
+        with bad.of(database):
             path = os.path.dirname(database)
             fingerprints[path], items = _read_database(folder, database)
             listed.update(item.file for item in items)

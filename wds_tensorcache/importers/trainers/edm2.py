@@ -111,18 +111,17 @@ def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read:
 
 def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
     """Return the labels by file; None if the file lists no labels."""
-    with naming(name):
-        listed = json.loads(bytes(read(name)))["labels"]
-        if listed is None:
-            return None
-        labels = {}
-        for file, label in listed:
-            is_vector = isinstance(label, list) and all(type(part) in (int, float) for part in label)
-            if not isinstance(file, str) or not (is_vector or type(label) is int):
-                raise FormatError(f"{[file, label]!r:.200} is not a file with its label")
-            dtype = torch.float32 if is_vector else torch.int64
-            labels[file.replace("\\", "/")] = torch.tensor(label, dtype=dtype)
-        return labels
+    listed = json.loads(bytes(read(name)))["labels"]
+    if listed is None:
+        return None
+    labels = {}
+    for file, label in listed:
+        is_vector = isinstance(label, list) and all(type(part) in (int, float) for part in label)
+        if not isinstance(file, str) or not (is_vector or type(label) is int):
+            raise FormatError(f"{[file, label]!r:.200} is not a file with its label")
+        dtype = torch.float32 if is_vector else torch.int64
+        labels[file.replace("\\", "/")] = torch.tensor(label, dtype=dtype)
+    return labels
 
 
 def _pictures(root: str, names: Collection[str], count: int, prefix: str, bad: Faults) -> list[str | None]:

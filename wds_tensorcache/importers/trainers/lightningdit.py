@@ -57,10 +57,10 @@ def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
     """Return the mean and the standard deviation of each channel."""
     stats = load_torch(folder, name)
     if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
-        raise FormatError("expected a dict with 'mean' and 'std'").at(name)
+        raise FormatError("expected a dict with 'mean' and 'std'")
     for key, value in stats.items():
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.isfinite().all():
-            raise FormatError(f"{key!r} is not a tensor of finite numbers").at(name)
+            raise FormatError(f"{key!r} is not a tensor of finite numbers")
     return {f"latents_{key}": value.flatten().tolist() for key, value in stats.items()}
 
 

@@ -34,17 +34,17 @@ def list_rows(
     tensors, _ = read_safetensors_header(folder, name)
     lengths = {tensor: stored.shape[0] if stored.shape else None for tensor, stored in tensors.items()}
     if not set(needed) <= tensors.keys():
-        raise FormatError(f"has no tensor{'s' * (len(needed) > 1)} {' and '.join(map(repr, needed))}").at(name)
+        raise FormatError(f"has no tensor{'s' * (len(needed) > 1)} {' and '.join(map(repr, needed))}")
     if len(set(lengths.values())) > 1:
-        raise FormatError(f"its tensors have different numbers of rows: {lengths!r:.300}").at(name)
+        raise FormatError(f"its tensors have different numbers of rows: {lengths!r:.300}")
     num_rows, last = lengths[needed[-1]], tensors[needed[-1]]
     if num_rows is None or last.end - last.begin < num_rows:
         # Hazard: a small file could declare any number of rows without bytes.
-        raise FormatError(f"{needed[-1]} are {list(last.shape)}, expected one for each row").at(name)
+        raise FormatError(f"{needed[-1]} are {list(last.shape)}, expected one for each row")
     entries = {tensor: tensors[tensor] for tensor in sorted(tensors)}
     for tensor, entry in (renamed or {}).items():
         if entry in entries:
-            raise FormatError(f"has both a tensor {entry!r} and a tensor {tensor!r}").at(name)
+            raise FormatError(f"has both a tensor {entry!r} and a tensor {tensor!r}")
         entries[entry] = entries.pop(tensor)
 
     def load(row: int) -> Loaded:

@@ -50,7 +50,7 @@ from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, num_common
-from wds_tensorcache.importers.source_folder import SourceFolder, naming
+from wds_tensorcache.importers.source_folder import SourceFolder
 
 _FILE = re.compile(r"(?:.*/)?(?:[0-9a-f]{64}|[0-9a-f]{32}-[\w.-]+)\.pt", re.ASCII | re.DOTALL)
 _TEXT = re.compile(r"([0-9a-f]{32})-([\w.-]+)\.pt", re.ASCII)
@@ -162,7 +162,7 @@ def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str])
         name, place = match[0], (match[1] or "", match[3] or "")
         backend = backends.setdefault(place, _Backend(*place))
         metadata_files.append(name)
-        with bad.of(name), naming(name):
+        with bad.of(name):
             images = folder.read_json(name, names_nan=match[2] == "indices")
             if match[2] == "indices":
                 config = dict(images.get("config") or {})
