@@ -118,9 +118,9 @@ def broken(tmp_path: Path, how: str) -> str:
         ("no tensors", "bad.tar: sample 'k': member 'safetensors' is missing, but 'skel.pyd'"),
         ("no skeleton", "bad.tar: sample 'k': member 'skel.pyd' is missing, but 'safetensors'"),
         ("no named skeleton", "bad.tar: sample 'k': member 'text.skel.pyd' is missing, but 'text.safetensors'"),
-        ("other half", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors': .*do not belong together"),
-        ("damaged", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors'"),
-        ("cut", "bad.tar: sample 'k', members 'skel.pyd' and 'safetensors': the tensors end at byte"),
+        ("other half", "bad.tar: sample 'k': members 'skel.pyd' and 'safetensors': .*do not belong together"),
+        ("damaged", "bad.tar: sample 'k': members 'skel.pyd' and 'safetensors'"),
+        ("cut", "bad.tar: sample 'k': members 'skel.pyd' and 'safetensors': the tensors end at byte"),
     ],
 )
 def test_broken_samples_name_shard_key_and_member(tmp_path: Path, how: str, message: str) -> None:

@@ -81,7 +81,7 @@ def test_tensors_and_arrays(save: Callable[..., bytes], tmp_path: Path) -> None:
     assert_same(tensors_and_arrays(), tc.realize(lazy))
     assert (type(lazy["a"]), type(lazy["b"][0])) == (tc.LazyTensor, tc.LazyArray)
     assert lazy["a"].name == "mine.0"
-    with pytest.raises(tc.FormatError, match="by_hand.tar: sample 'a', members .* cannot be verified"):
+    with pytest.raises(tc.FormatError, match="by_hand.tar: sample 'a': members .* cannot be verified"):
         read_back(skeleton, tensors, tmp_path, verify=True)
 
 

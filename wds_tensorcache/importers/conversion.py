@@ -24,10 +24,9 @@ import torch
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.importers.report import Skipped
-from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.shrink import narrow, trim
 from wds_tensorcache.importers.source import Loaded, SourceSample
-from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.names import FIELD, MAX_MEMBER_NBYTES, NamedKey, hashed_key, older_key
 from wds_tensorcache.storage.output import write_at_once
@@ -189,8 +188,6 @@ class Conversion:
             written.skipped.append(Skipped(sample.name, sample.files, str(exc)))
             written.counts["num_skipped"] += 1
             return
-        except ShortageError as exc:
-            raise OSError(*exc.args) from exc
         except MemoryError as exc:
             raise OSError(errno.ENOMEM, f"{sample.name}: not enough memory") from exc
         writer._place(packed)

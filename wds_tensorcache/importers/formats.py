@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, unknown_name
+import re
+
+from wds_tensorcache.errors import FormatError, unknown_name
 from wds_tensorcache.importers.generic import (
     file_folder,
     hf_datasets,
@@ -11,7 +13,7 @@ from wds_tensorcache.importers.generic import (
     webdataset_members,
 )
 from wds_tensorcache.importers.source import Format
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, is_fault
 from wds_tensorcache.importers.trainers import (
     ai_toolkit,
     comfyui,
@@ -29,29 +31,26 @@ from wds_tensorcache.importers.trainers import (
     simpletuner,
 )
 
-FORMATS: tuple[Format, ...] = tuple(
-    module.FORMAT
-    for module in (
-        ai_toolkit,
-        comfyui,
-        diffusion_pipe,
-        edm2,
-        fastvideo,
-        file_folder,
-        hf_datasets,
-        kohya_npz,
-        kohya_safetensors,
-        lightningdit,
-        litdata,
-        ltx,
-        mds,
-        musubi,
-        nemo,
-        nemo_hidden_states,
-        onetrainer,
-        simpletuner,
-        webdataset_members,
-    )
+FORMATS: tuple[Format, ...] = (
+    ai_toolkit.FORMAT,
+    comfyui.FORMAT,
+    diffusion_pipe.FORMAT,
+    edm2.FORMAT,
+    fastvideo.FORMAT,
+    file_folder.FORMAT,
+    hf_datasets.FORMAT,
+    kohya_npz.FORMAT,
+    kohya_safetensors.FORMAT,
+    lightningdit.FORMAT,
+    litdata.FORMAT,
+    ltx.FORMAT,
+    mds.FORMAT,
+    musubi.FORMAT,
+    nemo.FORMAT,
+    nemo_hidden_states.FORMAT,
+    onetrainer.FORMAT,
+    simpletuner.FORMAT,
+    webdataset_members.FORMAT,
 )
 
 
@@ -90,10 +89,15 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
 
 
 def _recognize(form: Format, folder: SourceFolder) -> int:
+    """Return the number of files of a format in a folder."""
     try:
-        return form.recognize(folder)
-    except (TensorCacheError, OSError):  # a bad file, which the import reports
+        if isinstance(form.files, re.Pattern):
+            return len(list(filter(form.files.fullmatch, folder.names)))
+        return form.files(folder)
+    except FormatError:  # a bad file, which the import reports
         return 0
     except Exception as exc:  # hostile files may have any values
+        if not is_fault(exc):
+            raise
         problem = f"{folder.path}: whether its format is {form.name!r} cannot be determined: {exc!r:.300}"
         raise FormatError(f"{problem}; pass the format as --format (format=)") from exc

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,8 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.conversion import Conversion, Written, plan_shards
 from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
-from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.source import Source, SourceSample
-from wds_tensorcache.importers.source_folder import ShortageError, SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import hashed_key, safe_key
@@ -93,19 +91,16 @@ def import_cache(
     if num_workers < 1:
         raise ValueError(f"num_workers={num_workers}, expected at least 1")
     folder, origin = _open_folder(source, trust)
-    try:
-        chosen = choose_format(folder, format)
-        with naming(folder.path):
-            opened = chosen.open(folder)
-    except ShortageError as exc:
-        raise OSError(*exc.args) from exc
+    chosen = choose_format(folder, format)
+    with naming(folder.path):
+        opened = chosen.open(folder)
     samples, bad = opened.samples, {**opened.bad, **dict(sorted(folder.faults.items()))}
     keys = _keys_of(opened, folder, chosen.name)
     if bad and on_error == "stop":
         name, problem = next(iter(bad.items()))
         raise (None if opened.bad else folder.first_fault()) or FormatError(problem).at(name)
     changes: dict[str, Any] = {"narrow": narrow, "trim": dict(trim or {}), "drop_padding": drop_padding}
-    complete = {**_finite(opened.provenance), "format": chosen.name, SOURCE: origin}
+    complete = {**opened.provenance, "format": chosen.name, SOURCE: origin}
     complete |= {name: value for name, value in changes.items() if value} | dict(fingerprint or {})
     report = ImportReport(chosen.name, num_read=len(samples), notes=list(opened.notes), fingerprint=complete)
     report.skipped = [Skipped(name, (name,), fault) for name, fault in bad.items()]
@@ -213,15 +208,6 @@ def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished
         if any(changed_ns[file] > written_ns[path] for file in sample.files):
             changed.append(sample.name)
     return changed
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value with texts in place of NaN and infinities, which a fingerprint cannot contain."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import math
 import mmap
 import os
 import pickle
@@ -13,8 +11,7 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -24,48 +21,29 @@ from wds_tensorcache.codec.dtypes import STORED
 from wds_tensorcache.codec.header import MAX_HEADER_NBYTES, Layout, StoredTensor, parse_header
 from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.codec.views import check_tensor, view_bytes, view_tensor
-from wds_tensorcache.errors import FormatError, TensorCacheError
-from wds_tensorcache.importers.source_folder import POOL, RECYCLED, ShortageError, SourceFolder
+from wds_tensorcache.errors import FormatError
+from wds_tensorcache.importers.source_folder import POOL, RECYCLED, SourceFolder, naming, view_open
 from wds_tensorcache.integrations import arrays
-from wds_tensorcache.integrations.arrays import ZIP, check_content, gunzip, parse_npy, parse_npz, view_content
+from wds_tensorcache.integrations.arrays import ZIP, gunzip, parse_npy, parse_npz
 from wds_tensorcache.integrations.pickles import OLD_TORCH, decode_pickle, load_pth
 from wds_tensorcache.shards.expansion import max_expanded
-from wds_tensorcache.storage.system import SHORTAGES
 
 _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
 _ZIP_HEAD = struct.Struct("<26xHH")  # of a file in a zip, with the lengths of its name and its extra field
 _ALIGNMENT = 64  # of arrays in bytes, enough for every dtype
 _MAPPED = 1 << 28  # longer files of torch are mapped
-_MAX_KEPT_HEADER = 1 << 14
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
-
-
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Add a file's name to errors; turn errors of other packages into FormatError, except ImportError and lack of memory."""
-    try:
-        yield
-    except (ImportError, MemoryError):
-        raise
-    except TensorCacheError as exc:
-        raise exc.at(name) from exc
-    except Exception as exc:
-        if isinstance(exc, OSError) and exc.errno in SHORTAGES:
-            raise ShortageError(exc.errno, f"{name}: {exc.strerror}") from exc
-        is_deep = isinstance(exc, RecursionError)
-        problem = "the values are nested too deeply" if is_deep else f"cannot be decoded: {exc!r:.300}"
-        raise FormatError(problem).at(name) from exc
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
     """Return the arrays of an `.npz` file by name, converted by `as_tensor`; unpickle objects only in a trusted file."""
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         files = arrays.list_zip(file)
         if not files:
             return {}
         begin = _ZIP_HEAD.size + sum(_ZIP_HEAD.unpack(os.pread(file.fileno(), _ZIP_HEAD.size, 0)))  # of the first array
         # Hazard: some processors copy eight times as slowly into memory that begins 1 to 15 bytes after a page.
-        raw = folder.view_open(file, name, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
+        raw = view_open(file, shift=2 * _ALIGNMENT - begin % _ALIGNMENT)
         parsed = parse_npz(raw, files, _find_limit(len(raw), folder.trust), REMEDY, folder.trust)
         return {key: as_tensor(array) for key, array in parsed.items()}
 
@@ -77,18 +55,8 @@ def list_npz(folder: SourceFolder, name: str) -> list[str]:
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
     """Return the files in a zip; raise FormatError if it is damaged, or two files have the same name."""
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         return list(arrays.list_zip(file).values())
-
-
-def view_zip_file(folder: SourceFolder, name: str, file: zipfile.ZipInfo) -> memoryview:
-    """Return the content of a file in a zip; raise FormatError if it is compressed, or its CRC does not match."""
-    with naming(name), naming(f"{file.filename!r:.200}"):
-        if file.compress_type != zipfile.ZIP_STORED:
-            raise FormatError("is compressed, expected a stored file")
-        content: memoryview = view_content(partial(folder.view, name), file)
-        check_content(content, file)
-        return content
 
 
 def load_npy(folder: SourceFolder, name: str) -> Any:
@@ -103,13 +71,13 @@ def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
     Memory: tensors may alias the content; never write to them. With `is_mapped`, or if the file has more than 256 MiB, the
         content is mapped, and read on use.
     """
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes and (is_mapped or nbytes > _MAPPED):
             # not writable, because the system limits the total length of writable maps
             raw = view_bytes(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))).data
         else:
-            raw = folder.view_open(file, name)
+            raw = view_open(file)
         return parse_torch(raw, folder.trust, file)
 
 
@@ -175,58 +143,32 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
         return {name: _view_stored(raw, tensor) for name, tensor in layout.tensors.items()}, dict(metadata)
 
 
+@lru_cache(16)  # files whose tensors have equal shapes often have equal headers
 def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     """Return the layout and the metadata in the header of a `.safetensors` file of `nbytes` bytes."""
-    return (_parse_kept_header if len(head) <= _MAX_KEPT_HEADER else _parse_kept_header.__wrapped__)(head, nbytes)
-
-
-@lru_cache(64)  # files whose tensors have equal shapes often have equal headers
-def _parse_kept_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     layout, _ = parse_header(head, nbytes)
     return layout, json.loads(head[8 : layout.data_begin]).get("__metadata__") or {}
 
 
 def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
-    dtype = _dtype_of(tensor)
-    if tensor.begin % dtype.itemsize:
-        return check_tensor(view_tensor(bytearray(raw[tensor.begin : tensor.end]), dtype, tensor.shape))
-    return check_tensor(view_tensor(raw, dtype, tensor.shape, tensor.begin))
+    itemsize, dtype, _ = STORED[tensor.dtype]
+    content = raw[tensor.begin : tensor.end]
+    aligned = bytearray(content) if tensor.begin % itemsize else content
+    return check_tensor(view_tensor(aligned, getattr(torch, dtype), tensor.shape))
 
 
-def _dtype_of(tensor: StoredTensor) -> torch.dtype:
-    dtype = getattr(torch, STORED[tensor.dtype][1], None)
-    if dtype is None:
-        raise FormatError(f"{tensor.dtype} needs a newer release of torch")
-    return dtype  # type: ignore[no-any-return]
-
-
-def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the tensor names of a `.safetensors` file, in the order of the tensors' bytes, and the file's metadata."""
-    tensors, metadata = read_safetensors_tensors(folder, name)
-    return list(tensors), metadata
-
-
-def read_safetensors_tensors(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return the stored tensors of a `.safetensors` file by name, in the order of their bytes, and the file's metadata.
 
     Only the header is read.
     """
-    with naming(name), folder.open(name) as file:
+    with folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size
         begin = file.read(8)
         begin += file.read(min(int.from_bytes(begin, "little"), nbytes, MAX_HEADER_NBYTES))
         layout, metadata = _parse_header(begin, nbytes)
         "".join(metadata.values()).encode()  # raises if a value has a surrogate, from an escape in the JSON
         return layout.tensors, metadata
-
-
-def read_row(folder: SourceFolder, name: str, tensor: StoredTensor, row: int) -> torch.Tensor:
-    """Return `tensor[row]` of a `.safetensors` file. Only the bytes of the row are read."""
-    shape = tensor.shape[1:]
-    nbytes = math.prod(shape) * STORED[tensor.dtype][0]
-    begin = tensor.begin + row * nbytes
-    with naming(name):
-        return check_tensor(view_tensor(folder.view(name, begin, begin + nbytes), _dtype_of(tensor), shape))
 
 
 def as_tensor(array: np.ndarray[Any, Any]) -> Any:

@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +84,16 @@ class Format:
     open: Callable[[SourceFolder], Source]
     is_generic: bool = False
 
-    def recognize(self, folder: SourceFolder) -> int:
-        """Return the number of files of this format in a folder."""
-        if isinstance(self.files, re.Pattern):
-            return sum(self.files.fullmatch(name) is not None for name in folder.names)
-        return self.files(folder)
-
 
 class Faults(dict[str, str]):
     """The faults of bad files, by file, as in `Source.bad`."""
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Catch a FormatError of the `with` block, and record it as the fault of a file."""
+        """Record an error of the `with` block as the fault of a file, if `naming` makes it a FormatError."""
         try:
-            yield
+            with naming(name):
+                yield
         except FormatError as exc:
             self[name] = exc.reason
 

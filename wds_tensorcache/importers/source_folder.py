@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import SHORTAGES
 
@@ -31,8 +31,26 @@ _REMEDIES = {
 _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the same suffix
 
 
-class ShortageError(MemoryError):
-    """A lack of descriptors or memory to read a file. It is not an OSError: handlers of bad files must not catch it."""
+def is_fault(error: Exception) -> bool:
+    """Return whether a file may be the cause of an error: it is not a missing package, nor a lack of memory or descriptors."""
+    return not isinstance(error, (ImportError, MemoryError)) and getattr(error, "errno", None) not in SHORTAGES
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Add a file's name to errors; turn other errors for which `is_fault` is true into FormatError."""
+    try:
+        yield
+    except TensorCacheError as exc:
+        raise exc.at(name) from exc
+    except Exception as exc:
+        if not is_fault(exc):
+            raise
+        if isinstance(exc, OSError):
+            raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
+        is_deep = isinstance(exc, RecursionError)
+        problem = "the values are nested too deeply" if is_deep else f"cannot be decoded: {exc!r:.300}"
+        raise FormatError(problem).at(name) from exc
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,7 @@ class SourceFolder:
     Raises:
         NotADirectoryError: `path` is not a folder.
         FormatError: A file cannot be read. All methods that read raise it.
-        OSError: The folder cannot be listed.
-        ShortageError: Descriptors or memory ran out. All methods that read raise it.
+        OSError: The folder cannot be listed; or descriptors or memory ran out, which all methods that read raise, too.
     """
 
     path: str
@@ -130,21 +147,16 @@ class SourceFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[io.FileIO]:
-        """Open a listed file; turn an OSError in the `with` block into ShortageError or FormatError (kind "unreadable")."""
-        try:
-            with io.FileIO(self.locate(name)) as file:
-                yield file
-        except OSError as exc:
-            if exc.errno in SHORTAGES:
-                raise ShortageError(exc.errno, f"{name}: cannot be read: {exc.strerror}") from exc
-            raise FormatError(f"cannot be read: {exc.strerror or exc}", kind="unreadable").at(name) from exc
+        """Open a listed file; errors in the `with` block get its name, as in `naming`."""
+        with naming(name), io.FileIO(self.locate(name)) as file:
+            yield file
 
     def read(self, name: str, max_nbytes: int | None = None) -> bytes:
         """Return the content of a listed file; raise FormatError if it has more than `max_nbytes` bytes."""
         with self.open(name) as file:
             nbytes = os.fstat(file.fileno()).st_size
             if max_nbytes is not None and nbytes > max_nbytes:
-                raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}").at(name)
+                raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}")
             return file.readall()
 
     def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
@@ -165,29 +177,28 @@ class SourceFolder:
     def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Open a listed file, and return its bytes `[begin, end)`; see `view_open`."""
         with self.open(name) as file:
-            return self.view_open(file, name, begin, end)
+            return view_open(file, begin, end)
 
-    def view_open(
-        self, file: io.FileIO, name: str, begin: int = 0, end: int | None = None, shift: int = 0
-    ) -> memoryview:
-        """Return the bytes `[begin, end)` of an open file, by default the whole content, as writable memory.
 
-        Large contents begin `shift` bytes after the beginning of a page.
+def view_open(file: io.FileIO, begin: int = 0, end: int | None = None, shift: int = 0) -> memoryview:
+    """Return the bytes `[begin, end)` of an open file, by default the whole content, as writable memory.
 
-        Raises:
-            FormatError: The file ends before byte `end`, or was truncated during the read.
+    Large contents begin `shift` bytes after the beginning of a page.
 
-        Memory: a copy. Memory of 64 KiB or more is recycled when the last reference to the view is gone.
-        """
-        fd = file.fileno()
-        file_nbytes = os.fstat(fd).st_size
-        if begin < 0 or (end is not None and end > file_nbytes):
-            raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed").at(name)
-        nbytes = (file_nbytes if end is None else end) - begin
-        memory = np.empty(nbytes, np.uint8).data if nbytes < RECYCLED else POOL.lease(shift + nbytes)[shift:].data
-        position = 0
-        while position < nbytes and (count := os.preadv(fd, [memory[position:]], begin + position)):
-            position += count
-        if position < nbytes:
-            raise FormatError("the file was cut short while it was read").at(name)
-        return memory
+    Raises:
+        FormatError: The file ends before byte `end`, or was truncated during the read.
+
+    Memory: a copy. Memory of 64 KiB or more is recycled when the last reference to the view is gone.
+    """
+    fd = file.fileno()
+    file_nbytes = os.fstat(fd).st_size
+    if begin < 0 or (end is not None and end > file_nbytes):
+        raise FormatError(f"the file has {file_nbytes:,} bytes, but [{begin:,}, {end:,}) is needed")
+    nbytes = (file_nbytes if end is None else end) - begin
+    memory = np.empty(nbytes, np.uint8).data if nbytes < RECYCLED else POOL.lease(shift + nbytes)[shift:].data
+    position = 0
+    while position < nbytes and (count := os.preadv(fd, [memory[position:]], begin + position)):
+        position += count
+    if position < nbytes:
+        raise FormatError("the file was cut short while it was read")
+    return memory

@@ -16,11 +16,8 @@ def parse_metadata(member: bytes) -> dict[str, str] | None:
     """Return the metadata in a member that `dump_metadata` wrote; None for empty metadata, and for other content."""
     try:
         metadata = json.loads(member)
-    except (ValueError, RecursionError):
+        is_ours = dump_metadata(metadata) == member
+    except (ValueError, TypeError, RecursionError):  # also for a surrogate, which a `.safetensors` file cannot hold
         return None
-    if not isinstance(metadata, dict) or not metadata or not all(isinstance(text, str) for text in metadata.values()):
-        return None
-    try:
-        return metadata if dump_metadata(metadata) == member else None
-    except UnicodeEncodeError:  # a surrogate, which a `.safetensors` file cannot hold
-        return None
+    has_texts = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+    return metadata if is_ours and has_texts and metadata else None

@@ -167,53 +167,42 @@ class Decode:
     def _decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
         others: dict[str, Any] = {}
-        for field, value in sample.items():
-            if field[:2] == "__":
-                result[field] = value
-                continue
-            half = half_of(field)
-            if half is None or half.other not in sample:
-                _check_other(sample, field, value)
-                others[field] = value
-            elif half.is_skeleton:
-                result[half.field] = self._decode_cache(sample, field, half.other)
-        if others:
-            result.update(self._decode_others(sample, others))
+        try:
+            for field, value in sample.items():
+                if field[:2] == "__":
+                    result[field] = value
+                    continue
+                half = half_of(field)
+                if half is None or half.other not in sample:
+                    _check_other(sample, field, value)
+                    others[field] = value
+                elif half.is_skeleton:
+                    result[half.field] = self._decode_cache(sample, field, half.other)
+            if others:
+                result.update(self.members(others))
+        except Exception as exc:  # newer webdataset releases wrap the error of a handler
+            cause = exc if isinstance(exc, TensorCacheError) else exc.__cause__
+            if isinstance(cause, TensorCacheError):
+                where = f"{sample.get('__url__', 'a shard')}: sample {sample.get('__key__')!r}"
+                raise cause.at(where) from cause.__cause__ or cause
+            raise
         return result
 
     def _decode_cache(self, sample: dict[str, Any], first: str, second: str) -> Any:
         skeleton, tensors = sample[first], sample[second]
         if not (isinstance(skeleton, (bytes, memoryview)) and isinstance(tensors, (bytes, memoryview))):
-            raise FormatError(
-                f"{_where(sample)}: the members of a cache are decoded already; use tc.decode() instead of wds.decode()"
-            )
+            raise FormatError("the members of a cache are decoded already; use tc.decode() instead of wds.decode()")
         try:
             return decode_members(skeleton, tensors, self.lazy, self.verify, self.table)
         except TensorCacheError as exc:
-            raise exc.at(f"{_where(sample)}, members {first!r} and {second!r}") from exc
-
-    def _decode_others(self, sample: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return self.members(others)
-        except Exception as exc:  # newer webdataset releases wrap the error of a handler
-            cause = exc if isinstance(exc, TensorCacheError) else exc.__cause__
-            if isinstance(cause, TensorCacheError):
-                raise cause.at(_where(sample)) from cause.__cause__ or cause
-            raise
+            raise exc.at(f"members {first!r} and {second!r}") from exc
 
 
 def _check_other(sample: dict[str, Any], field: str, value: Any) -> None:
     """Raise FormatError if a member is half of a cache without the other half, or has the name of a decoded cache."""
     if cache_of_field(field) is not None:
-        raise FormatError(f"{_where(sample)}: the name of member {field!r} is reserved for decoded caches; rename it")
-    try:
-        half = find_half(field, sample, partial(is_bound, value))
-        if half is None and field.endswith(TENSORS) and is_bound(value):
-            problem = f"member {field!r} contains the tensors of a cache, but its name contains no valid cache name"
-            raise FormatError(problem, kind="missing")
-    except FormatError as exc:
-        raise exc.at(_where(sample)) from exc
-
-
-def _where(sample: dict[str, Any]) -> str:
-    return f"{sample.get('__url__', 'a shard')}: sample {sample.get('__key__')!r}"
+        raise FormatError(f"the name of member {field!r} is reserved for decoded caches; rename it")
+    half = find_half(field, sample, partial(is_bound, value))
+    if half is None and field.endswith(TENSORS) and is_bound(value):
+        problem = f"member {field!r} contains the tensors of a cache, but its name contains no valid cache name"
+        raise FormatError(problem, kind="missing")

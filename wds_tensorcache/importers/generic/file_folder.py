@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.codec.sample import decode_members
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import (
     load_npy,
     load_npz,
@@ -34,7 +34,7 @@ from wds_tensorcache.importers.safe_files import (
     load_torch,
 )
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, split_member
 
@@ -106,10 +106,8 @@ def _load_extracted(folder: SourceFolder, files: dict[str, str]) -> Loaded:
     members = {suffix: folder.read(name) for suffix, name in files.items()}
     if TENSORS not in members:
         raise FormatError(f"has no .{TENSORS} file beside it").at(files[SKELETON])
-    try:
+    with naming(files[SKELETON]):
         return Loaded(decode_members(members.pop(SKELETON), members.pop(TENSORS), False, True, {}), members)
-    except TensorCacheError as exc:
-        raise exc.at(files[SKELETON]) from exc
 
 
 def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several: bool) -> Loaded:

@@ -42,7 +42,7 @@ def _open(folder: SourceFolder) -> Source:
     described: dict[str, Any] = {}
 
     def open_index(index: str, root: str) -> Iterator[Row]:
-        state, info = folder.read_json(index), folder.read_json(root + _INFO)
+        state, info = folder.read_json(index), folder.read_json(root + _INFO, names_nan=True)
         files = [root + file["filename"] for file in state["_data_files"]]
         for file in files:
             if file not in folder:

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import as_tensor, naming
+from wds_tensorcache.importers.safe_files import as_tensor
 from wds_tensorcache.importers.source import Loaded, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, is_fault, naming
 
 Row = tuple[str, Callable[[], Any]]  # the file of a sample, and the function that reads it
 
@@ -66,11 +66,11 @@ def open_indexes(
         start = index[: index.rfind("/") + 1]
         try:
             rows = list(open_index(index, start))
-        except (FormatError, OSError) as exc:
+        except FormatError as exc:
             bad[index] = str(exc)
-        except (ImportError, MemoryError):
-            raise
         except Exception as exc:  # hostile files may have any values
+            if not is_fault(exc):
+                raise
             bad[index] = f"cannot be opened: {exc!r:.300}"
         else:
             for at, (file, read) in enumerate(rows):

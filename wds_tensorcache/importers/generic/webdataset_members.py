@@ -31,10 +31,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, format_count, list_names
+from wds_tensorcache.errors import FormatError, format_count, list_names
 from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
@@ -45,7 +45,6 @@ _DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
 _NUM_PROBED = 64  # members of a tar to look at, before it counts as a tar without tensors
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
-_MAX_GAP = 4096  # bytes between members of one sample, for their headers
 _Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
 _DECODE = decode(lazy=False)
 
@@ -72,7 +71,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
     """Return the suffixes of the first members of a tar; of a damaged tar, the suffixes before the damage."""
     suffixes: list[str] = []
-    with suppress(FormatError), folder.open(name):
+    with suppress(FormatError), naming(name):
         file = ShardFile(folder.locate(name))
         suffixes.extend(_split(member)[1] for member, *_ in islice(Scanner(file.read, file.nbytes), _NUM_PROBED))
     return suffixes
@@ -94,7 +93,7 @@ def _open(folder: SourceFolder) -> Source:
         samples: dict[str, dict[str, _Extent]] = {}
         key = ""
         try:
-            with folder.open(name):  # for its errors
+            with naming(name):
                 file = ShardFile(folder.locate(name))
                 scanner = Scanner(file.read, file.nbytes)
                 for member, begin, nbytes in scanner:
@@ -110,7 +109,7 @@ def _open(folder: SourceFolder) -> Source:
                     f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links
                 }
         except FormatError as exc:
-            bad[name] = str(exc)
+            bad[name] = str(exc).removeprefix(f"{name}: ")
             samples.pop(key, None)  # the sample may lack members
         tar_samples += [(file, name, key, members) for key, members in samples.items()]
     doubles = [key for key, count in Counter(key for _, _, key, _ in tar_samples).items() if count > 1]
@@ -148,15 +147,12 @@ def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
 
 
 def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: dict[str, _Extent]) -> Loaded:
-    raw = _read(file, extents)
+    raw = {suffix: file.read(*extent) for suffix, extent in extents.items()}
     file.check_unchanged()
     values: dict[str, Any] = {}
     for suffix in [suffix for suffix in raw if _kind(suffix) in _DECODED]:
-        try:
-            value = _decode(suffix, raw.pop(suffix), folder.trust)
-        except TensorCacheError as exc:
-            raise exc.at(f"{name}: sample {key!r:.100}") from exc
-        values[suffix] = tensors_of(value)
+        with naming(f"{name}: sample {key!r:.100}"):
+            values[suffix] = tensors_of(_decode(suffix, raw.pop(suffix), folder.trust))
     if "" in raw:
         raise FormatError(f"member {key!r:.100} has no suffix").at(name)
     if len(values) == 1 and "." not in next(iter(values)):
@@ -166,23 +162,12 @@ def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: d
     return Loaded({names[suffix] if is_clear else suffix: value for suffix, value in values.items()}, raw)
 
 
-def _read(file: ShardFile, extents: dict[str, _Extent]) -> dict[str, bytes]:
-    """Return the contents of a sample's members by suffix. Adjacent members are read with one system call."""
-    first, last = min(begin for begin, _ in extents.values()), max(end for _, end in extents.values())
-    if last - first > sum(end - begin for begin, end in extents.values()) + _MAX_GAP * len(extents):
-        return {suffix: file.read(*extent) for suffix, extent in extents.items()}
-    span = memoryview(file.read(first, last))
-    return {suffix: bytes(span[begin - first : end - first]) for suffix, (begin, end) in extents.items()}
-
-
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
     if kind not in _PICKLES:
         return _DECODE({"__key__": "", kind: raw})[kind]
-    try:
+    with naming(f"member {suffix!r:.100}"):
         return parse_torch(raw, trust)
-    except TensorCacheError as exc:
-        raise exc.at(f"member {suffix!r:.100}") from exc
 
 
 FORMAT = Format(

@@ -31,7 +31,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch, naming
+from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
 
@@ -67,7 +67,7 @@ def _open(folder: SourceFolder) -> Source:
         count = sum(sample.name.startswith(f"{root}shard_") for sample in samples)
         if root + _METADATA == name and count and not any(other.startswith(f"{root}shard_") for other in bad):
             metadata_files.append(name)
-            with bad.of(name), naming(name):
+            with bad.of(name):
                 listed = folder.read_json(name)["num_samples"]
                 if listed != count:
                     problem = "some are missing, or belong to an earlier set"

@@ -44,10 +44,10 @@ from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import parse_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, name_media
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.pickles import peek_pth
 
 _DATABASE = "metadata.db"
@@ -70,13 +70,11 @@ class _Item(NamedTuple):
         return f"{self.file}, item at byte {self.begin}"
 
     def load(self, folder: SourceFolder) -> dict[str, Any]:
-        try:
+        with naming(self.where):
             value = parse_torch(folder.read_range(*self), folder.trust)
             if not isinstance(value, dict):
                 raise FormatError(f"contains {type(value).__name__}, expected a dict")
-        except TensorCacheError as exc:
-            raise exc.at(self.where) from exc
-        return value
+            return value
 
     def find_spec(self, folder: SourceFolder) -> _Spec | None:
         """Return the item's `image_spec`; None if it is missing or damaged, or the item cannot be read."""
@@ -206,30 +204,25 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
         if f"{name}{suffix}" in folder:  # Hazard: SQLite would roll back the changes in the journal
             raise FormatError(
                 f"{_DATABASE}{suffix} exists, so caching was interrupted or still runs; let diffusion-pipe resume and finish it"
-            ).at(name)
+            )
     uri = f"file:{quote(os.path.abspath(folder.locate(name)))}?mode=ro&immutable=1"
-    try:
-        with closing(sqlite3.connect(uri, uri=True)) as database:
-            database.text_factory = lambda text: text.decode("utf-8", "replace")
-            database.execute("PRAGMA trusted_schema=OFF")
-            # Hazard: SQLite would execute views, triggers, virtual tables and functions.
-            tables = filter(_SHARD.fullmatch, _list_tables(database))
-            fingerprints = database.execute("SELECT value FROM fingerprint LIMIT 1").fetchall()
-            rows = _read_rows(database, "shard, shard_index FROM items")
-            extents = {table: _read_rows(database, f"offset, size FROM {table}") for table in tables}
-        path = os.path.dirname(name)
-        items = {
-            (int(table[len("shard_") :]), number): item
-            for table, pairs in extents.items()
-            for number, item in enumerate(_find_items(folder, os.path.join(path, f"{table}.bin"), pairs))
-        }
-        if sorted(rows) != sorted(items):
-            raise FormatError(f"the table 'items' has {len(rows)} rows, expected one for each item in the shards")
-        return str(fingerprints[0][0] if fingerprints else ""), [items[row] for row in rows]
-    except sqlite3.Error as exc:
-        raise FormatError(f"cannot be read: {exc!r:.300}").at(name) from exc
-    except FormatError as exc:
-        raise exc.at(name) from exc
+    with closing(sqlite3.connect(uri, uri=True)) as database:
+        database.text_factory = lambda text: text.decode("utf-8", "replace")
+        database.execute("PRAGMA trusted_schema=OFF")
+        # Hazard: SQLite would execute views, triggers, virtual tables and functions.
+        tables = filter(_SHARD.fullmatch, _list_tables(database))
+        fingerprints = database.execute("SELECT value FROM fingerprint LIMIT 1").fetchall()
+        rows = _read_rows(database, "shard, shard_index FROM items")
+        extents = {table: _read_rows(database, f"offset, size FROM {table}") for table in tables}
+    path = os.path.dirname(name)
+    items = {
+        (int(table[len("shard_") :]), number): item
+        for table, pairs in extents.items()
+        for number, item in enumerate(_find_items(folder, os.path.join(path, f"{table}.bin"), pairs))
+    }
+    if sorted(rows) != sorted(items):
+        raise FormatError(f"the table 'items' has {len(rows)} rows, expected one for each item in the shards")
+    return str(fingerprints[0][0] if fingerprints else ""), [items[row] for row in rows]
 
 
 def _list_tables(database: sqlite3.Connection) -> list[str]:

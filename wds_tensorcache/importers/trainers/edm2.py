@@ -28,15 +28,15 @@ import os.path
 import re
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from zipfile import ZIP_STORED, ZipInfo
 
 import torch
 
-from wds_tensorcache.errors import FormatError, TensorCacheError, list_names
-from wds_tensorcache.importers.safe_files import as_tensor, list_zip, naming, view_zip_file
+from wds_tensorcache.errors import FormatError, list_names
+from wds_tensorcache.importers.safe_files import as_tensor, list_zip
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.integrations.arrays import parse_npy
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
+from wds_tensorcache.integrations.arrays import check_content, parse_npy, view_content
 
 _MOMENTS = re.compile(r"((?:.*/)?)(\d{5}/img-mean-std-\d{8}\.npy)", re.DOTALL | re.ASCII)
 _IMAGES, _FEATURES = "images/", "vae-sd/"
@@ -50,7 +50,7 @@ def _recognize(folder: SourceFolder) -> int:
     for name in folder.by_suffix.get(".zip", ()):
         try:
             count += any(_MOMENTS.fullmatch(file.filename) for file in list_zip(folder, name))
-        except (TensorCacheError, OSError):
+        except FormatError:
             continue  # such a zip is reported if other files are recognized
     return count
 
@@ -71,8 +71,14 @@ def _open(folder: SourceFolder) -> Source:
     return Source(samples, {}, bad, sorted(used), notes)
 
 
-def _view_zipped(folder: SourceFolder, name: str, files: dict[str, Any], file: str) -> memoryview:
-    return view_zip_file(folder, name, files[file])
+def _view_zipped(folder: SourceFolder, name: str, files: dict[str, ZipInfo], file: str) -> memoryview:
+    """Return the content of a file in a zip; raise FormatError if it is compressed, or its CRC does not match."""
+    with naming(name), naming(f"{file!r:.200}"):
+        if files[file].compress_type != ZIP_STORED:
+            raise FormatError("is compressed, expected a stored file")
+        content: memoryview = view_content(partial(folder.view, name), files[file])
+        check_content(content, files[file])
+        return content
 
 
 def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read: _Read, archive: str = "") -> set[str]:
@@ -105,18 +111,17 @@ def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read:
 
 def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
     """Return the labels by file; None if the file lists no labels."""
-    with naming(name):
-        listed = json.loads(bytes(read(name)))["labels"]
-        if listed is None:
-            return None
-        labels = {}
-        for file, label in listed:
-            is_vector = isinstance(label, list) and all(type(part) in (int, float) for part in label)
-            if not isinstance(file, str) or not (is_vector or type(label) is int):
-                raise FormatError(f"{[file, label]!r:.200} is not a file with its label")
-            dtype = torch.float32 if is_vector else torch.int64
-            labels[file.replace("\\", "/")] = torch.tensor(label, dtype=dtype)
-        return labels
+    listed = json.loads(bytes(read(name)))["labels"]
+    if listed is None:
+        return None
+    labels = {}
+    for file, label in listed:
+        is_vector = isinstance(label, list) and all(type(part) in (int, float) for part in label)
+        if not isinstance(file, str) or not (is_vector or type(label) is int):
+            raise FormatError(f"{[file, label]!r:.200} is not a file with its label")
+        dtype = torch.float32 if is_vector else torch.int64
+        labels[file.replace("\\", "/")] = torch.tensor(label, dtype=dtype)
+    return labels
 
 
 def _pictures(root: str, names: Collection[str], count: int, prefix: str, bad: Faults) -> list[str | None]:

@@ -22,9 +22,8 @@ import torch
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.generic.arrow_values import import_pyarrow, lists_of, value_of
 from wds_tensorcache.importers.generic.media import separate_media
-from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 _NUM_PROBED = 8  # files
 _FOOTER_NBYTES = 1 << 16  # at the end of a file, in which to look for the names of columns
@@ -39,8 +38,9 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _has_tensors(folder: SourceFolder, name: str) -> bool:
-    nbytes = os.path.getsize(folder.locate(name))
-    footer = folder.read_range(name, max(0, nbytes - _FOOTER_NBYTES), nbytes)
+    with folder.open(name) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _FOOTER_NBYTES))
+        footer = file.readall()
     return all(part.encode() in footer for part in _PARTS)
 
 

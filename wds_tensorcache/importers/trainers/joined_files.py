@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wds_tensorcache.errors import FormatError, TensorCacheError
+from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
 from wds_tensorcache.importers.source import Faults, Loaded, Source, SourceSample, one_or_all
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 _NUM_SHOWN = 4  # resolutions of a file in a note
 _NUM_PROBED = 8  # files whose metadata are read to recognize a format
@@ -274,10 +274,8 @@ class TableFiles:
             for file in (*joined.latents, *joined.texts):
                 resolution = joined.resolution if file in joined.latents else None
                 content = Content(file, resolution, *load_safetensors(self.folder, file.name))
-                try:
+                with naming(file.name):
                     name = add(sample, content)
-                except FormatError as exc:
-                    raise exc.at(file.name) from exc
                 kind = "text" if resolution is None else "latents"
                 entries = self._without_per_file(kind, content.metadata)
                 rest = dict(sorted(entries.items() - self._shared.get(kind, {}).items()))
@@ -293,8 +291,9 @@ class TableFiles:
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
     """Return the tensor names and the metadata of a file; both are empty if the file is damaged or cannot be read."""
     try:
-        return read_safetensors_header(folder, name)
-    except (TensorCacheError, OSError):
+        tensors, metadata = read_safetensors_header(folder, name)
+        return list(tensors), metadata
+    except FormatError:
         return [], {}
 
 

@@ -80,7 +80,7 @@ def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
     """Return the names of the arrays in a file; None if the file cannot be read or is damaged."""
     try:
         return list_npz(folder, name)
-    except (FormatError, OSError):
+    except FormatError:
         return None
 
 

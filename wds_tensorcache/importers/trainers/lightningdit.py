@@ -31,7 +31,7 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.trainers.rows import list_rows, read_stacked
+from wds_tensorcache.importers.trainers.rows import list_rows
 
 _FILE = re.compile(r"(?:.*/)?latents_rank\d+_shard\d+\.safetensors", re.DOTALL | re.ASCII)
 _STATS = "latents_stats.pt"
@@ -49,27 +49,18 @@ def _open(folder: SourceFolder) -> Source:
     for name in folder.names:
         if name.endswith(".safetensors"):
             with bad.of(name):
-                samples += _rows(folder, name)
+                samples += list_rows(folder, name, ["latents", "labels"], {"labels": "label"})
     return Source(samples, provenance, bad, metadata_files)
-
-
-def _rows(folder: SourceFolder, name: str) -> list[SourceSample]:
-    tensors, num_rows = read_stacked(folder, name, ["latents", "labels"])
-    if "label" in tensors:
-        raise FormatError("has both a tensor 'label' and a tensor 'labels'").at(name)
-    # the order of a training batch, whatever the order in the file is
-    entries = {entry: tensors[entry] for entry in sorted(tensors) if entry != "labels"} | {"label": tensors["labels"]}
-    return list_rows(folder, name, entries, num_rows)
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
     """Return the mean and the standard deviation of each channel."""
     stats = load_torch(folder, name)
     if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
-        raise FormatError("expected a dict with 'mean' and 'std'").at(name)
+        raise FormatError("expected a dict with 'mean' and 'std'")
     for key, value in stats.items():
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.isfinite().all():
-            raise FormatError(f"{key!r} is not a tensor of finite numbers").at(name)
+            raise FormatError(f"{key!r} is not a tensor of finite numbers")
     return {f"latents_{key}": value.flatten().tolist() for key, value in stats.items()}
 
 

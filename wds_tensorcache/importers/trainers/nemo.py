@@ -31,9 +31,9 @@ from typing import Any
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch, naming
+from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 _METADATA = "metadata.json"
 _FILE = re.compile(r"(?:.*/)?(?:\d+x\d+(?:x\d+)?/[^/]+\.pt|samples/sample_\d{8}\.pt|[^/]+\.meta)", re.ASCII | re.DOTALL)
@@ -59,8 +59,7 @@ def _open(folder: SourceFolder) -> Source:
     for root in _roots(folder):
         shards: Any = None
         with bad.of(root + _METADATA):
-            described = _read_json(folder, root + _METADATA, dict)
-            check_depth(described)
+            described = read_json(folder, root + _METADATA, dict)
             shards = described.get("shards")
         if not isinstance(shards, list):  # the file of another program
             continue
@@ -73,7 +72,7 @@ def _open(folder: SourceFolder) -> Source:
             with bad.of(name):
                 if name not in folder:
                     raise FormatError(f"is missing, but {root}{_METADATA} lists it")
-                listed = _read_json(folder, name, list)
+                listed = read_json(folder, name, list)
             for number, item in enumerate(listed):
                 file = _locate(folder, root, item.get("cache_file") if isinstance(item, dict) else None)
                 if file is None:
@@ -106,11 +105,14 @@ def _files(folder: SourceFolder) -> list[str]:
     return [name for suffix in (".pt", ".meta") for name in folder.by_suffix.get(suffix, ()) if _FILE.fullmatch(name)]
 
 
-def _read_json(folder: SourceFolder, name: str, expected: type) -> Any:
+def read_json(folder: SourceFolder, name: str, expected: type) -> Any:
+    """Return the JSON in a file; raise FormatError for a wrong type. In a dict, NaN and infinities become texts."""
     with naming(name):
         content = folder.read_json(name, names_nan=expected is dict)
         if not isinstance(content, expected):
             raise FormatError(f"contains a JSON {type(content).__name__}, expected a {expected.__name__}")
+        if expected is dict:
+            check_depth(content)  # it becomes part of the fingerprint
         return content
 
 

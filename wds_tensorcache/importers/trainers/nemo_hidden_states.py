@@ -26,12 +26,11 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import naming
 from wds_tensorcache.importers.source import Faults, Format, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder
-from wds_tensorcache.importers.trainers.rows import list_rows, read_stacked
+from wds_tensorcache.importers.trainers.nemo import read_json
+from wds_tensorcache.importers.trainers.rows import list_rows
 
 _SHARD = re.compile(r"((?:.*/)?)shard-\d{6}\.safetensors", re.DOTALL | re.ASCII)
 _MANIFEST = "manifest.json"
@@ -42,7 +41,8 @@ def _recognize(folder: SourceFolder) -> int:
     num_files = 0
     for root, names in _caches(folder).items():
         with suppress(FormatError):
-            num_files += len(names) if {"num_samples", "shard_size"} <= _read_manifest(folder, root).keys() else 0
+            manifest = read_json(folder, root + _MANIFEST, dict)
+            num_files += len(names) if {"num_samples", "shard_size"} <= manifest.keys() else 0
     return num_files
 
 
@@ -55,10 +55,9 @@ def _open(folder: SourceFolder) -> Source:
         first = len(samples)
         for name in names:
             with bad.of(name):
-                tensors, num_rows = read_stacked(folder, name, ["input_ids"])
-                samples += list_rows(folder, name, dict(sorted(tensors.items())), num_rows)
+                samples += list_rows(folder, name, ["input_ids"])
         with bad.of(root + _MANIFEST):
-            manifest = _read_manifest(folder, root)
+            manifest = read_json(folder, root + _MANIFEST, dict)
             provenance[root.rstrip("/")] = {key: value for key, value in manifest.items() if key not in _COUNTS}
             count = len(samples) - first
             if manifest.get("num_samples") != count and not bad.keys() & set(names):
@@ -74,15 +73,6 @@ def _caches(folder: SourceFolder) -> dict[str, list[str]]:
         if match[1] + _MANIFEST in folder:
             caches.setdefault(match[1], []).append(match[0])
     return caches
-
-
-def _read_manifest(folder: SourceFolder, root: str) -> dict[str, Any]:
-    with naming(root + _MANIFEST):
-        manifest = folder.read_json(root + _MANIFEST, names_nan=True)
-        if not isinstance(manifest, dict):
-            raise FormatError(f"contains a JSON {type(manifest).__name__}, expected a dict")
-        check_depth(manifest)
-        return manifest
 
 
 FORMAT = Format(

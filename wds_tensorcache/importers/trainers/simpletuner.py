@@ -48,7 +48,7 @@ import torch
 
 from wds_tensorcache.codec.skeleton.limits import check_depth
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import load_torch, naming
+from wds_tensorcache.importers.safe_files import load_torch
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample, num_common
 from wds_tensorcache.importers.source_folder import SourceFolder
 
@@ -162,7 +162,7 @@ def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str])
         name, place = match[0], (match[1] or "", match[3] or "")
         backend = backends.setdefault(place, _Backend(*place))
         metadata_files.append(name)
-        with bad.of(name), naming(name):
+        with bad.of(name):
             images = folder.read_json(name, names_nan=match[2] == "indices")
             if match[2] == "indices":
                 config = dict(images.get("config") or {})
