@@ -24,13 +24,13 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.codec.header import Form, Layout
+from wds_tensorcache.codec.header import Form, Layout, keep_bounded
 from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import SEQUENCES, Path, Wanted, flatten, project, rebuild
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
-from wds_tensorcache.reading.batch.request import NewNames, Request, Structures, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structures
 from wds_tensorcache.reading.batch.values import Decoded, is_tensor
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
@@ -581,7 +581,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
         except BatchError:  # this costs the index of every shard
             alternatives.check_patterns(list(whole_schema(request.store)))
         rest = _Rest(request.structures, alternatives)
-        keep_known(request.structures.views, alternatives, rest)
+        keep_bounded(request.structures.views, alternatives, rest)
     contents = [rest.contents(layout, partial(stored.key, at)) for at, layout in enumerate(stored.items)]
     available = [matches for matches, _ in contents]
     has_any = {name for matches in available for name, names in matches.items() if names}
@@ -682,7 +682,7 @@ class _Rest(Structures):
                 for other in rest:
                     _check_pairs(sample_key(), group, first, other)
             kept = layout.form, (alternatives, others)
-            keep_known(self._contents, key, kept)
+            keep_bounded(self._contents, key, kept)
         return kept[1]
 
     def whole(self, sample: Any) -> Any:
