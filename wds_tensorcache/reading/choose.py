@@ -127,9 +127,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """A parsed `choose=`. Equal arguments give equal objects."""
+    """A parsed `choose=`, without groups if nothing is to choose. Equal arguments give equal objects."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return Alternatives, (self.groups,)  # without `covers`, which cannot be pickled
 
     @classmethod
     def of(cls, choose: Any) -> Alternatives:
@@ -148,12 +151,10 @@ class Alternatives:
         return alternatives
 
     @classmethod
-    def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
-        """Return the alternatives for `choose=`, after `check` with each cache; None if `choose` is None."""
-        if choose is None:
-            return None
-        alternatives = cls.of(choose)
-        for cache in caches:
+    def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives:
+        """Return the alternatives for `choose=`, after `check` with each cache; `choose` may be None."""
+        alternatives = cls() if choose is None else cls.of(choose)
+        for cache in caches if alternatives.groups else ():
             alternatives.check(cache)
         return alternatives
 
@@ -340,13 +341,13 @@ class Randomness:
     Attributes:
         seed: Seed of the loader.
         epochs: Epoch of the batch, or of each sample, int64 `[B]`.
-        alternatives: Alternatives to choose from; None if there are none.
+        alternatives: Alternatives to choose from.
         choices: Choices that the caller made, by name; None to choose by the seeds.
     """
 
     seed: int = 0
     epochs: int | Array = 0
-    alternatives: Alternatives | None = None
+    alternatives: Alternatives = Alternatives()
     choices: Mapping[str, Any] | None = None
 
     @classmethod
