@@ -78,8 +78,7 @@ class StepReader:
         return BatchInfo(step.indices, is_padding, *at, cache, collate=collate, randomness=randomness, edits=edits)
 
     def _randomness(self, step: Step) -> Randomness:
-        epochs = step.epoch if step.epochs is None else step.epochs
-        return Randomness(self._seeds[step.source], epochs, self.alternatives)
+        return Randomness(self._seeds[step.source], step.epochs, self.alternatives)
 
 
 def _stopped(step: Step) -> RuntimeError:
