@@ -212,13 +212,13 @@ class TensorCacheSource(BatchSource):
         self._open(cache, tensors, members, steps | {"last_batch": last_batch}, choose)
         schema = self._reader.schema()
         self.schema = carriers_of({name: schema[name] for name in self.tensors})
-        if missing := [name for name in self._reader.chosen_names if name not in schema]:
+        if missing := [name for name in self._reader.alternatives.names if name not in schema]:
             raise ValueError(
                 f"choose={{{missing[0]!r}: …}}: DALI takes alternatives that are tensors, but these are other values"
             )
         if min(num_threads, prefetch_batches) < 0:
             raise ValueError(f"num_threads={num_threads}, prefetch_batches={prefetch_batches}: expected 0 or more")
-        self._narrow = self.cache.select(self._reader.patterns_for(self.tensors))
+        self._narrow = self.cache.select(self._reader.alternatives.patterns_for(self.tensors))
         # each thread reads whole batches, so reading one batch needs no further threads
         self._narrow_ahead = self._narrow._single_threaded()
         self._num_threads, self._num_ahead = num_threads, prefetch_batches

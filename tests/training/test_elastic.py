@@ -72,8 +72,7 @@ class Mode:
 
     def read(self, step: Any) -> tuple[Any, list[Row]]:
         """Return the name of a step's stream, and its rows; an equal batch is read only once."""
-        epochs = b"" if step.epochs is None else step.epochs.tobytes()
-        key = step.epoch, step.stream, step.indices.tobytes(), step.is_padding.tobytes(), epochs
+        key = step.epoch, step.stream, step.indices.tobytes(), step.is_padding.tobytes(), str(step.epochs)
         if key not in self._known:
             batch, info = self._dataset[step]
             self._known[key] = info.source, rows_of(batch, info)

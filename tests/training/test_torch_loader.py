@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,3 +227,15 @@ def test_a_function_that_raises_stop_iteration_ends_no_epoch(cache: Any, num_wor
         with pytest.raises(RuntimeError, match=r"raised StopIteration for the samples \[8, 9, 10, 11\]"):
             list(loader)
     assert made.epoch == 0
+
+
+def test_a_dataset_with_alternatives_can_be_pickled_after_its_use(tmp_path: Path) -> None:
+    """`spawn` pickles it at the start of each epoch, and `info.choices` uses the alternatives."""
+    with tc.ShardWriter(tmp_path / "%06d.tar") as writer:
+        for i in range(4):
+            writer.write(str(i), {"a": torch.tensor([i]), "b": torch.tensor([10 + i])})
+    sampler = tc.StepSampler(tc.open(tmp_path), 4, seed=1)
+    dataset = tc.StepDataset(sampler, choose={"x": ["a", "b"]})
+    (step,) = sampler
+    batch = dataset[step]
+    assert torch.equal(pickle.loads(pickle.dumps(dataset))[step]["x"], batch["x"])

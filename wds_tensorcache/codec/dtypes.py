@@ -67,7 +67,8 @@ TORCH_TRUE = {
 _NUMPY_NATIVE = {np.dtype(row[2]): TrueDtype(stored) for stored, row in STORED.items() if row[2] is not None}
 
 # FORMAT.md requires a unit: numpy's datetime64 and timedelta64 without one do not match.
-_TIME = re.compile(r"(?:datetime|timedelta)64\[(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\]", re.ASCII)
+TIME_UNIT = r"(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)"
+_TIME = re.compile(rf"(?:datetime|timedelta)64\[{TIME_UNIT}\]", re.ASCII)
 _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 

@@ -30,8 +30,7 @@ MAX_NDIM = 64  # the limit of numpy
 _MAX_SIZE = (1 << 63) - 1
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _METADATA = re.compile(r"([1-9]\d{0,8}) [0-9a-f]{16}", re.ASCII)
-# Headers come from files, so a hostile file could fill the tables if they had no limits.
-_MAX_LAYOUTS = 1024
+_MAX_LAYOUTS = 1024  # beyond them, equal layouts may be different objects, and the templates of forms are lost
 _MAX_CACHED_NBYTES = 1 << 16
 Further: TypeAlias = tuple[tuple[str, str], ...]  # further names of tensors, each with the tensor's name
 
@@ -94,9 +93,11 @@ _LAYOUTS: dict[Any, Layout] = {}
 _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
-def _keep(table: dict[Any, Any], key: Any, value: Any) -> Any:
-    if len(table) >= _MAX_LAYOUTS:
-        table.clear()  # equal layouts may then be different objects, and the templates of forms are lost
+def keep_bounded(table: dict[Any, Any], key: Any, value: Any, most: int = 64) -> Any:
+    """Return the value of a key in a dict of at most `most` entries; first add `value` if the key is missing."""
+    # Keys come from files, so without a limit a hostile file could fill memory.
+    if len(table) >= most:
+        table.clear()
     return table.setdefault(key, value)
 
 
@@ -109,7 +110,7 @@ def form_of(entries: tuple[tuple[str, str, int], ...]) -> Form:
     if form is None:
         form = Form(entries)
         if _is_small(form):
-            form = _keep(_FORMS, entries, form)
+            form = keep_bounded(_FORMS, entries, form, _MAX_LAYOUTS)
     return form
 
 
@@ -137,7 +138,7 @@ def make_layout(
         tensors[name] = StoredTensor(name, dtype, shape, begin, end)
         begin, first = end, first + ndim
     layout = Layout(tensors, data_begin, begin, form, texts, further)
-    return _keep(_LAYOUTS, contents, layout) if _is_small(form) else layout
+    return keep_bounded(_LAYOUTS, contents, layout, _MAX_LAYOUTS) if _is_small(form) else layout
 
 
 def is_bound(member: Any) -> bool:
@@ -210,7 +211,7 @@ def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -
         if layout is None:
             layout = _parse_tensors(bytes(member[8:end]), end)
             if len(key) <= _MAX_CACHED_NBYTES:
-                layout = _keep(_LAYOUTS, key, layout)
+                layout = keep_bounded(_LAYOUTS, key, layout, _MAX_LAYOUTS)
         digits = bytes(member[DIGITS_BEGIN:DIGITS_END])
         if digits.strip(b"0123456789abcdef"):
             raise FormatError(f"the digest {digits!r} is not 16 hexadecimal digits in lower case")

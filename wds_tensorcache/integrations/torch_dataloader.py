@@ -55,7 +55,7 @@ class StepDataset(Dataset[Any]):
         with_info: bool = False,
     ) -> None:
         reader = sampler._reader(choose)
-        collate = collate_for(sampler._plan.caches, collate, pad_value, reader.chosen_names)
+        collate = collate_for(sampler._plan.caches, collate, pad_value, reader.alternatives.names)
         self.sampler: StepSampler | None = sampler
         # worker processes share the cores, so each process reads without threads
         self._reader = reader.single_threaded()

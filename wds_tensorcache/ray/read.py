@@ -99,7 +99,7 @@ def read_ray(
         cache = cache.select(select)
     alternatives = Alternatives.for_caches(choose, [cache])
     plan = Plan(
-        cache.schema if alternatives is None else alternatives.schema_of(cache.schema),
+        alternatives.schema_of(cache.schema),
         len(cache),
         {},
         exact,
@@ -134,7 +134,7 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
     return open(source, **options)
 
 
-def _nbytes(cache: TensorCache[Any], alternatives: Alternatives | None) -> Array:
+def _nbytes(cache: TensorCache[Any], alternatives: Alternatives) -> Array:
     """Return the number of bytes that a task reads for each sample, int64 `[N]`. Alternatives count as their average."""
     nbytes = np.zeros(len(cache), np.int64)
     for shard, which, rows in by_shard(cache._store, cache._where):
@@ -147,9 +147,9 @@ def _nbytes(cache: TensorCache[Any], alternatives: Alternatives | None) -> Array
     return nbytes
 
 
-def _layout_nbytes(layout: Layout, wanted: Any, alternatives: Alternatives | None) -> int:
+def _layout_nbytes(layout: Layout, wanted: Any, alternatives: Alternatives) -> int:
     sizes = {name: tensor.end - tensor.begin for name, tensor in layout.tensors.items() if wanted(name)}
-    return sum(sizes.values()) if alternatives is None else alternatives.chosen_nbytes(sizes)
+    return alternatives.chosen_nbytes(sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

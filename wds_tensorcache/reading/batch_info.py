@@ -107,7 +107,7 @@ class BatchInfo:
     @property
     def choices(self) -> Choices:
         """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`. Empty without `choose=`."""
-        if self.cache is None or self._randomness.alternatives is None:
+        if self.cache is None or not self._randomness.alternatives.groups:
             return self._choices
         request = self.cache._request_chosen(self.indices, self._randomness)
         return request.named_choices()  # type: ignore[no-any-return]

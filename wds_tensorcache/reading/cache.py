@@ -432,7 +432,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
         """Return a request for samples by index, with the alternatives that `randomness` chooses."""
         request = self._request(numbers, collate=collate)
-        if randomness.alternatives is None:
+        if not randomness.alternatives.groups:
             return request
         return self._choose(request, randomness.alternatives, randomness.chooser(numbers))
 

@@ -24,13 +24,13 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.codec.header import Form, Layout
+from wds_tensorcache.codec.header import Form, Layout, keep_bounded
 from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import SEQUENCES, Path, Wanted, flatten, project, rebuild
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
-from wds_tensorcache.reading.batch.request import NewNames, Request, Structures, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, Structures
 from wds_tensorcache.reading.batch.values import Decoded, is_tensor
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
@@ -127,9 +127,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """A parsed `choose=`. Equal arguments give equal objects."""
+    """A parsed `choose=`, without groups if nothing is to choose. Equal arguments give equal objects."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
+
+    def __reduce__(self) -> Any:
+        return Alternatives, (self.groups,)  # without `covers`, which cannot be pickled
 
     @classmethod
     def of(cls, choose: Any) -> Alternatives:
@@ -148,12 +151,10 @@ class Alternatives:
         return alternatives
 
     @classmethod
-    def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives | None:
-        """Return the alternatives for `choose=`, after `check` with each cache; None if `choose` is None."""
-        if choose is None:
-            return None
-        alternatives = cls.of(choose)
-        for cache in caches:
+    def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives:
+        """Return the alternatives for `choose=`, after `check` with each cache; `choose` may be None."""
+        alternatives = cls() if choose is None else cls.of(choose)
+        for cache in caches if alternatives.groups else ():
             alternatives.check(cache)
         return alternatives
 
@@ -340,13 +341,13 @@ class Randomness:
     Attributes:
         seed: Seed of the loader.
         epochs: Epoch of the batch, or of each sample, int64 `[B]`.
-        alternatives: Alternatives to choose from; None if there are none.
+        alternatives: Alternatives to choose from.
         choices: Choices that the caller made, by name; None to choose by the seeds.
     """
 
     seed: int = 0
     epochs: int | Array = 0
-    alternatives: Alternatives | None = None
+    alternatives: Alternatives = Alternatives()
     choices: Mapping[str, Any] | None = None
 
     @classmethod
@@ -581,7 +582,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
         except BatchError:  # this costs the index of every shard
             alternatives.check_patterns(list(whole_schema(request.store)))
         rest = _Rest(request.structures, alternatives)
-        keep_known(request.structures.views, alternatives, rest)
+        keep_bounded(request.structures.views, alternatives, rest)
     contents = [rest.contents(layout, partial(stored.key, at)) for at, layout in enumerate(stored.items)]
     available = [matches for matches, _ in contents]
     has_any = {name for matches in available for name, names in matches.items() if names}
@@ -682,7 +683,7 @@ class _Rest(Structures):
                 for other in rest:
                     _check_pairs(sample_key(), group, first, other)
             kept = layout.form, (alternatives, others)
-            keep_known(self._contents, key, kept)
+            keep_bounded(self._contents, key, kept)
         return kept[1]
 
     def whole(self, sample: Any) -> Any:

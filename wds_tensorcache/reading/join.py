@@ -15,9 +15,9 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.header import keep_bounded
 from wds_tensorcache.codec.reference import component
 from wds_tensorcache.errors import BatchError, list_names, unknown_name
-from wds_tensorcache.reading.batch.request import keep_known
 from wds_tensorcache.reading.cache import Cache, TensorCache, _Sample
 from wds_tensorcache.reading.choose import Alternatives, Choices, Chooser, ChosenRequest, Group
 from wds_tensorcache.reading.collate import WAYS, Collate, PadValue, as_collate
@@ -328,7 +328,7 @@ class JoinedCache(Cache[_Sample]):
         owners = self._alternatives.get(alternatives)
         if owners is None:
             owners = self._owners(alternatives)
-            keep_known(self._alternatives, alternatives, owners)
+            keep_bounded(self._alternatives, alternatives, owners)
         parts = list(request.parts)
         for number, own in owners.items():
             parts[number] = self._caches[number]._choose(parts[number], own, chooser)

@@ -81,6 +81,10 @@ def salt(purpose: str) -> int:
 
 def fractions_of(seeds: Array, purpose: str) -> Array:
     """Return a random number in [0, 1) for each seed, float64 `[B]`. Draws for different purposes are independent."""
-    bits = finalize(seeds.astype(np.uint64) ^ np.uint64(salt(purpose)))
+    return as_fractions(finalize(seeds.astype(np.uint64) ^ np.uint64(salt(purpose))))
+
+
+def as_fractions(bits: Array) -> Array:
+    """Return numbers in [0, 1), float64, from the upper 53 of 64 random bits each."""
     fractions: Array = (bits >> np.uint64(11)).astype(np.float64) / (1 << 53)
     return fractions

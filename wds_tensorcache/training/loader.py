@@ -326,7 +326,7 @@ class Loader(BaseLoader):
         self._ahead = BatchesAhead(url, None if prefetch_batches is None else ahead)
         self._num_threads = NUM_THREADS if num_threads is None and url is not None else threads
         self._reader = self._sampler._reader(choose)
-        collate = collate_for(caches, collate, pad_value, self._reader.chosen_names)
+        collate = collate_for(caches, collate, pad_value, self._reader.alternatives.names)
         self._transforms = as_transforms(transform)
         # each thread of the loader reads whole batches, so reading one batch needs no further threads
         self._thread_reader = self._reader.single_threaded()

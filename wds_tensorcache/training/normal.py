@@ -11,7 +11,6 @@ operation, as in `addcmul`, which some devices round once, and other devices twi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Any
@@ -71,7 +70,7 @@ def _table(device: torch.device, stream: Any) -> torch.Tensor:
     """Return the number at the start of each piece, and its slope per unit of the lower bits, float32 `[2, 2^16]`."""
     # Hazard: no other stream waits for the copy to a GPU, so each stream has its own table.
     # float32 rounds the largest integers up to 2^31, for which the number is 0
-    units = [*_edges(NormalDist().inv_cdf), 0, 0]
+    units = [*_edges(), 0, 0]
     edges = torch.tensor(units, dtype=torch.float64, device="cpu") / _UNIT
     pieces = torch.stack([edges[:-1], (edges[1:] - edges[:-1]) / (1 << _INSIDE_BITS)]).float()
     table = torch.zeros((2, 1 << 16), dtype=torch.float32, device="cpu")
@@ -80,12 +79,13 @@ def _table(device: torch.device, stream: Any) -> torch.Tensor:
     return to_device(table, False, device)
 
 
-def _edges(inverse: Callable[[float], float]) -> list[int]:
+def _edges() -> list[int]:
     """Return the number at the start of each piece of positive numbers, as a multiple of `1 / _UNIT`.
 
-    The last bits of `inverse` depend on the compiler of Python and on its C library. Rounding removes them: no number
+    The last bits of `inv_cdf` depend on the compiler of Python and on its C library. Rounding removes them: no number
     is within 6e-12 of the point where it would be rounded differently.
     """
+    inverse = NormalDist().inv_cdf
     per_octave = 1 << _PIECE_BITS
     tails = [2.0 ** (octave - 32) * (1 + at / per_octave) for octave in range(31) for at in range(per_octave)]
     return [round(-inverse(tail) * _UNIT) for tail in tails]

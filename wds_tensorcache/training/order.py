@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from wds_tensorcache.reading.seeds import finalize, random_bits, round_keys, stream_seed
+from wds_tensorcache.reading.seeds import finalize, round_keys, stream_seed
 
 Array = np.ndarray[Any, Any]
 _ROUNDS = 8  # one for each of the `round_keys`
@@ -96,12 +96,6 @@ class BlockOrder:
         block = blocks[at]
         result: Array = self._starts[block] + places - (ends[at] - self._sizes[block])
         return result
-
-
-def uniform(seed: int, epoch: int, positions: Any) -> Array:
-    """Return a random number in [0, 1) for each position of an epoch: 53 bits of SplitMix64."""
-    fractions: Array = (random_bits(seed, epoch, positions) >> np.uint64(11)).astype(np.float64) / (1 << 53)
-    return fractions
 
 
 def _places(positions: Any, count: int) -> Array:

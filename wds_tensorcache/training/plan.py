@@ -52,8 +52,8 @@ class Step:
         indices: Sample indices in the cache, int64 `[B]`.
         is_padding: True for each sample that is padding, bool `[B]`.
         source: Number of the samples' cache in `mix`; 0 without `mix`.
-        epochs: Number of the pass over the dataset to which each sample belongs, int64 `[B]`. It is None unless a weighted
-            `mix` or `repeats` gives an epoch several passes.
+        epochs: The epoch; with several passes in an epoch, by a weighted `mix` or `repeats`, the number of each sample's pass,
+            int64 `[B]`.
     """
 
     number: int
@@ -61,8 +61,8 @@ class Step:
     stream: int
     indices: Array
     is_padding: Array
-    source: int = 0
-    epochs: Array | None = None
+    source: int
+    epochs: int | Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +274,11 @@ class Plan:
             indices = stream.indices(epoch, positions)
         # samples that occur in several passes of an epoch have other seeds and choices in each
         has_passes = is_mixed or (stream.repeats > 1 and not is_drawn)
-        epochs = epoch * stream.repeats + positions // stream.count if has_passes else None
+        epochs = epoch * stream.repeats + positions // stream.count if has_passes else at.epoch
         is_padding = (rows >= count) & (self.last_batch != "wrap")
         counts = (*at.counts[:number], begin + count, *at.counts[number + 1 :])
         after = Position(at.epoch, counts, at.used + count, at.step + 1, at.began)
-        return Step(at.step, at.epoch, number, indices, is_padding, source=stream.source, epochs=epochs), after
+        return Step(at.step, at.epoch, number, indices, is_padding, stream.source, epochs), after
 
     def _next_stream(self, at: Position) -> int:
         """Return the number of the stream from which the step at a position takes its samples."""

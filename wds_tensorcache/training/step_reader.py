@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeAlias
@@ -22,9 +21,7 @@ Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
 class StepReader:
     """A reader of the batches of steps, in any process; `names` are the names of the streams. Immutable."""
 
-    def __init__(
-        self, caches: Sequence[Any], names: Sequence[Any], seed: int, alternatives: Alternatives | None
-    ) -> None:
+    def __init__(self, caches: Sequence[Any], names: Sequence[Any], seed: int, alternatives: Alternatives) -> None:
         self._caches, self._names, self.alternatives = list(caches), list(names), alternatives
         # equal indices in different caches of a mix are different samples
         self._seeds = [stream_seed(seed, "samples", source) for source in range(len(caches))]
@@ -35,19 +32,11 @@ class StepReader:
         reader._caches = [cache._single_threaded() for cache in self._caches]
         return reader
 
-    @property
-    def chosen_names(self) -> list[str]:
-        return [] if self.alternatives is None else self.alternatives.names
-
-    def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns for `Cache.select` that match all stored tensors needed for the batch tensors `names`."""
-        return list(map(glob.escape, names)) if self.alternatives is None else self.alternatives.patterns_for(names)
-
     def schema(self) -> dict[str, TensorSchema]:
         """Return the properties of the batches' tensors, by name."""
         merged: dict[str, TensorSchema] = {}
         for cache in self._caches:
-            schema = cache.schema if self.alternatives is None else self.alternatives.schema_of(cache.schema)
+            schema = self.alternatives.schema_of(cache.schema)
             merged |= {name: merge_schema(merged.get(name), tensor) for name, tensor in schema.items()}
         return merged
 
@@ -59,7 +48,7 @@ class StepReader:
         """
         cache = self._caches[step.source]
         try:
-            if self.alternatives is None:
+            if not self.alternatives.groups:
                 return cache.read_batch(step.indices, **options)
             return cache._read_chosen(step.indices, self._randomness(step), **options)
         except StopIteration as exc:
@@ -69,7 +58,7 @@ class StepReader:
         """Return the request for the samples of a step; see `read` for errors."""
         cache = self._caches[step.source]
         try:
-            if self.alternatives is None:
+            if not self.alternatives.groups:
                 return cache._request(step.indices)
             return cache._request_chosen(step.indices, self._randomness(step))
         except StopIteration as exc:
@@ -89,8 +78,7 @@ class StepReader:
         return BatchInfo(step.indices, is_padding, *at, cache, collate=collate, randomness=randomness, edits=edits)
 
     def _randomness(self, step: Step) -> Randomness:
-        epochs = step.epoch if step.epochs is None else step.epochs
-        return Randomness(self._seeds[step.source], epochs, self.alternatives)
+        return Randomness(self._seeds[step.source], step.epochs, self.alternatives)
 
 
 def _stopped(step: Step) -> RuntimeError:

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.errors import list_names
-from wds_tensorcache.reading.seeds import stream_seed
-from wds_tensorcache.training.order import uniform
+from wds_tensorcache.reading.seeds import as_fractions, random_bits, stream_seed
 
 Array = np.ndarray[Any, Any]
 
@@ -134,7 +133,7 @@ def cumulate(weights: Array) -> Array:
 
 def draw(sums: Array, seed: int, epoch: int, positions: Array) -> Array:
     """Return indices drawn with replacement at positions of an epoch; `sums` are the cumulative sums of the weights."""
-    drawn = np.searchsorted(sums, uniform(seed, epoch, positions) * sums[-1], "right")
+    drawn = np.searchsorted(sums, as_fractions(random_bits(seed, epoch, positions)) * sums[-1], "right")
     # a product that is rounded up to the last sum would draw no sample, or a sample with the weight 0
     kept: Array = np.minimum(drawn, np.searchsorted(sums, sums[-1]))
     return kept

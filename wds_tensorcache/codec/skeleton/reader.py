@@ -10,7 +10,7 @@ if this file has accepted an equal body with other plain values.
 from __future__ import annotations
 
 import pickletools
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from struct import Struct
 from struct import error as StructError
@@ -37,7 +37,7 @@ from wds_tensorcache.codec.skeleton.types import (
     find_global,
     refuse_callables,
 )
-from wds_tensorcache.codec.tree import shown
+from wds_tensorcache.codec.tree import DICTS, shown
 from wds_tensorcache.errors import FormatError, TensorCacheError, UnsafeSkeletonError
 
 _FLOAT = Struct(">d").unpack_from
@@ -50,7 +50,6 @@ _NESTING = bytes(
 )
 _END_OF_REFERENCE = bytes((TUPLE1, REDUCE))
 _TAKING = frozenset((SETITEMS, SETITEM, APPENDS, APPEND, TUPLE, FROZENSET, ADDITEMS, POP_MARK))
-_DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, deque)
 
 
@@ -180,7 +179,7 @@ def _run(body: bytes, pos: int, reference: Callable[[str], object], allow: Allow
                 push = stack.append
             if op == SETITEMS or op == SETITEM:
                 target = stack[-1]
-                if target.__class__ not in _DICTS and target.__class__ not in allow.values():
+                if target.__class__ not in DICTS and target.__class__ not in allow.values():
                     raise FormatError(f"SETITEMS at byte {pos - 1} on a {type(target).__name__}; expected a dict")
                 keys = items[::2]
                 if not TEXTS.issuperset(map(type, keys)) or (

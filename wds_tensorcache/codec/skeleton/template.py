@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype, numpy_true_dtype
-from wds_tensorcache.codec.header import Layout, plan_member
+from wds_tensorcache.codec.header import Layout, keep_bounded, plan_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.opcodes import *
@@ -385,7 +385,5 @@ def family_of(sample: Any) -> Family | None:
         return None
     family = _FAMILIES.get(key)
     if family is None and len(sample) < _MAX_PARTS:
-        if len(_FAMILIES) >= _MAX_FAMILIES:
-            _FAMILIES.clear()
-        family = _FAMILIES.setdefault(key, Family())
+        family = keep_bounded(_FAMILIES, key, Family(), _MAX_FAMILIES)
     return family

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from wds_tensorcache.codec.dtypes import TIME_UNIT
 from wds_tensorcache.codec.skeleton.limits import MAX_BITS
 from wds_tensorcache.codec.skeleton.opcodes import BUILD, NEWOBJ, NEWOBJ_EX, REDUCE
 from wds_tensorcache.codec.tree import shown, walk
@@ -273,10 +274,9 @@ def _device(kind: str, *index: int) -> torch.device:
     return torch.device(kind, *index)
 
 
-_UNIT = r"(?:[1-9]\d{0,8})?(?:Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)"
-_is_unit = re.compile(_UNIT, re.ASCII).fullmatch
+_is_unit = re.compile(TIME_UNIT, re.ASCII).fullmatch
 _is_numpy_dtype = re.compile(
-    rf"[<>|=]?(?:[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{{1,9}}|[mM]8\[{_UNIT}\])", re.ASCII
+    rf"[<>|=]?(?:[?bB]|b1|[iu][1248]|f[248]|c8|c16|[SU]\d{{1,9}}|[mM]8\[{TIME_UNIT}\])", re.ASCII
 ).fullmatch
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from wds_tensorcache.codec.header import Form
+from wds_tensorcache.codec.header import Form, keep_bounded
 from wds_tensorcache.codec.reference import reference_text
 from wds_tensorcache.codec.skeleton.template import Template, item_getter
 from wds_tensorcache.codec.tree import Path, Wanted, flatten, is_shared, map_leaves, names_of, project, separate
@@ -22,7 +22,6 @@ from wds_tensorcache.reading.store import Store
 from wds_tensorcache.reading.structure import drop_none, insert
 from wds_tensorcache.shards.shard import Shard
 
-_MAX_KNOWN = 64
 _NUM_WITH_VALUES = 16
 _MAX_LAYOUTS = 8  # batches of more layouts rarely have the same layouts again
 _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
@@ -94,7 +93,7 @@ class Structures:
         if view is None:
             view = copy.copy(self)
             Structures.__init__(view, lambda name: name in names and (self.wanted is None or self.wanted(name)))
-            keep_known(self.views, names, view)
+            keep_bounded(self.views, names, view)
         return view
 
     def request(self, store: Store, positions: Any, fixed: tuple[str, ...]) -> Request:
@@ -140,7 +139,7 @@ class Structures:
         if structure is None:
             structure = self._structure(layouts, base, template, missing)
             if template is not None:
-                keep_known(self._by_template, (template, missing), structure)
+                keep_bounded(self._by_template, (template, missing), structure)
         return structure
 
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
@@ -181,7 +180,7 @@ class Structures:
                 return self._by_form[key][1], True
         structure = self.structure_for(layouts, fixed)
         if key is not None and structure.template is not None:
-            keep_known(self._by_form, key, (layout.form, structure.names))
+            keep_bounded(self._by_form, key, (layout.form, structure.names))
         return structure.names, structure.template is not None
 
 
@@ -249,14 +248,6 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
     return names, paths, containers
 
 
-def keep_known(cached: dict[Any, Any], key: Any, value: Any) -> None:
-    """Add an entry to a bounded dict; if the dict is full, clear it first."""
-    # files determine the number of layouts, so a hostile file could fill memory
-    if len(cached) >= _MAX_KNOWN:
-        cached.clear()
-    cached[key] = value
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """The samples of a batch, and the known structures of the cache.
@@ -318,12 +309,6 @@ class Request:
     def sample(self, i: int) -> Any:
         return self.structures.selected(self.rows.sample(i))
 
-    def whole_sample(self, i: int) -> Any:
-        """Return sample `i` with the structure of a batch of all tensors; raise the errors of `check_names`."""
-        sample = self.rows.sample(i)
-        check_names(self.rows, i, sample)
-        return self.structures.whole(sample)
-
 
 def columns_of(request: Request, layouts: Layouts) -> Columns:
     """Return the columns of a batch; see `Structures.structure_for` and `Columns.resolve` for errors."""
@@ -337,5 +322,5 @@ def columns_of(request: Request, layouts: Layouts) -> Columns:
         columns = Columns(names, layouts)
         columns.resolve(layouts, request.schema)
         if are_known and len(layouts.items) <= _MAX_LAYOUTS:
-            keep_known(cached, key, columns)  # columns refer to the layouts, so the ids are not reused
+            keep_bounded(cached, key, columns)  # columns refer to the layouts, so the ids are not reused
     return columns

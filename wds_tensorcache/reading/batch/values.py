@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from wds_tensorcache.codec.header import keep_bounded
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.codec.tree import Path, rebuild, walk
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
-from wds_tensorcache.reading.batch.request import NewNames, Request, keep_known
+from wds_tensorcache.reading.batch.request import NewNames, Request, check_names
 from wds_tensorcache.reading.structure import difference, value_at
 from wds_tensorcache.storage.threads import value_of_process
 
@@ -190,13 +191,15 @@ class Decoded:
         key = template, *(slot for slot, value in enumerate(values) if value is None)
         if key not in self.structure.checked:
             self._build(i)
-            keep_known(self.structure.checked, key, True)
+            keep_bounded(self.structure.checked, key, True)
         return template, values
 
     def _build(self, i: int) -> Any:
         """Return sample `i`; raise BatchError if its structure differs from the batch's structure."""
         request, structures = self._request, self._request.structures
-        sample = request.whole_sample(i)
+        raw = request.rows.sample(i)
+        check_names(request.rows, i, raw)
+        sample = structures.whole(raw)
         first, other = map(structures.comparable, (self.structure.sample, sample))
         mismatch = difference(first, other, structures.wanted)
         if mismatch is not None:
