@@ -15,7 +15,7 @@ import wds_tensorcache as tc
 from tests.children import run_in_child
 from tests.remote.caches import big, small, total_nbytes, write_cache
 from tests.remote.servers.http_server import HttpServer
-from tests.same import assert_same
+from tests.same import assert_same, tensor_bytes
 
 SMALL = [small(i) for i in range(23)]
 
@@ -73,6 +73,7 @@ def test_samples(cache: tc.TensorCache) -> None:
     lazy = cache[5]["latent"]
     assert_same(SMALL[5]["latent"][1:], lazy[1:])
     assert_same(SMALL[5]["latent"], lazy.load(copy=False))
+    assert bytes(lazy.view_bytes()) == tensor_bytes(SMALL[5]["latent"])
     assert_same(SMALL[5], tc.realize(cache["005"]))
 
 

@@ -54,10 +54,18 @@ class Lazy:
 
     load: Any
 
+    def view_bytes(self) -> np.ndarray[Any, Any]:
+        """Return the bytes of the elements as a 1-D uint8 array.
+
+        Memory: aliases the source, or is a copy if the shard cannot be mapped; never write into it. Reading a map kills the
+            process (SIGBUS) if the shard is truncated in place or the disk fails.
+        """
+        return self._source.view(self._reference.begin, self._reference.end)
+
     def _load(self, copy: bool) -> Any:
         reference = self._reference
-        read = self._source.read if copy else self._source.view
-        return self.view_buffer(read(reference.begin, reference.end), reference.dtype, reference.shape)
+        buffer = self._source.read(reference.begin, reference.end) if copy else self.view_bytes()
+        return self.view_buffer(buffer, reference.dtype, reference.shape)
 
     def _check_out(self, out: Any) -> None:
         if isinstance(out, Lazy):
