@@ -153,25 +153,6 @@ def test_no_gpu(shard: Path, device: Any) -> None:
         cache.read_batch([0], pin_memory=True)
 
 
-# --- names ---
-
-
-def test_a_refused_name_comes_with_a_remedy(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar") as sink:
-        for key, member, remedy in (
-            ("é", "json", "number the samples"),
-            ("a.b", "json", "replace it, e.g. by '_'"),
-            ("../a", "json", "remove"),
-            ("/a", "json", "remove"),
-            ("__a", "json", "choose another first character"),
-            ("x" * 101, "json", "shorten the key, or use tc.safe_key"),
-            ("a", "_json", "choose another first character"),
-            ("a", "x.skel.pyd", "rename that member"),
-        ):
-            with pytest.raises(tc.InvalidKeyError, match=f"; .*{remedy}"):
-                sink.write(key, {"x": 1}, **{member: b""})
-
-
 # --- damage ---
 
 
@@ -228,12 +209,8 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
     for call, options, message in calls:
         with pytest.raises(TypeError, match=message):
             call(cache, 2, **options)
-    with pytest.raises(TypeError, match=r"^epoch=1.5, expected an integer"):
-        tc.Loader(cache, 2).set_epoch(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^bounds=64, expected ascending lengths"):
         tc.by_length("x", 64)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^collate=<.*, expected 'stack', .*, or a function of all samples"):
-        tc.Loader(cache, 2, collate={"x": list})
     with pytest.raises(TypeError, match="^max_nbytes='5', expected a number"):
         tc.ShardWriter(made, max_nbytes="5")  # type: ignore[arg-type]
     with tc.ShardWriter(made, max_samples=float("inf"), max_nbytes=1e9):

@@ -8,7 +8,6 @@ import json
 import re
 import runpy
 import sys
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of
+from tests.hostile.pickles import little_memory
 from tests.inspecting.caches import EVIL, view, write_hostile, write_photos
 
 
@@ -204,12 +204,8 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for i in range(8):
             sink.write(f"{i}", {"big": torch.zeros(4_000_000 + i)})
     monkeypatch.setattr(sys, "argv", ["tensorcache", "view", str(tmp_path), "-o", str(tmp_path / "page.html")])
-    tracemalloc.start()
-    with pytest.raises(SystemExit, match="0"):
+    with little_memory(100_000_000), pytest.raises(SystemExit, match="0"):  # of 128 MB
         runpy.run_module("wds_tensorcache.cli", run_name="__main__")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 100_000_000  # of 128 MB
 
 
 def test_values_as_text(tmp_path: Path) -> None:

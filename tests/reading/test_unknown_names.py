@@ -66,12 +66,10 @@ ERRORS: list[Any] = [
         tc.BatchError,
         "choose={'x': …}: unknown tensor 'txet.\\*'; there are .*; the first sample has 'latent', 'text'",
     ),
-    (lambda c: tc.Loader(c, choose={"alpha": "latent"}), tc.BatchError, "another tensor of this name"),
     (lambda c: c.nest([0], {"laten": None}), KeyError, "sample '000000' has no tensor 'laten'; it has 'latent', "),
     (lambda c: tc.join({"a": c}).nest([0], {"b.latent": None}), KeyError, "'b.latent'; there are 'a.latent', "),
     (lambda c: c["00001"], KeyError, "no sample '00001' among the 120 samples; there are '0000.1', .* and 112 more"),
     (lambda c: c[:0]["x"], KeyError, "no sample 'x' among the 0 samples; there are none"),
-    (lambda c: c.read_members([0], "jsn"), KeyError, "has no member 'jsn'; there are 'json', 'jpg'"),
     (lambda c: tc.join([c, c], keys={"x": {}}), ValueError, "an entry for 'x', expected .* the first: 1"),
     (lambda c: tc.join({"a": c, "b": c}, keys={"a": {}}), ValueError, "an entry for 'a', expected names .* first: 'b'"),
 ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import tarfile
 from collections.abc import Sequence
-from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,20 +13,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.shards.tars import build, halves
 
 
 def write_cache(folder: Path, shards: Sequence[Sequence[str]]) -> Path:
-    """Write samples with these keys and their place as content, with tarfile: `ShardWriter` refuses some of the keys."""
+    """Write samples with these keys and their place as content, by hand: `ShardWriter` refuses some of the keys."""
     folder.mkdir()
     places = count()
     for number, keys in enumerate(shards):
-        with tarfile.open(folder / f"{number:03d}.tar", "w") as archive:
-            for key in keys:
-                encoded = tc.encode_sample(next(places))
-                for suffix, content in zip(("skel.pyd", "safetensors"), encoded, strict=True):
-                    member = tarfile.TarInfo(f"{key}.{suffix}")
-                    member.size = len(content)
-                    archive.addfile(member, BytesIO(content))
+        members = [half for key in keys for half in halves(key, next(places))]
+        (folder / f"{number:03d}.tar").write_bytes(build(members))
     return folder
 
 

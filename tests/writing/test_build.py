@@ -382,6 +382,12 @@ def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, er
         (Numbers(), {"rank": 0, "world_size": 2, "footer": False}, ValueError, "ranks need the footers"),
         (Numbers(), {"rank": 2, "world_size": 2}, ValueError, r"rank=2 out of range \[0, 2\)"),
         (Numbers(), {"rank": 1}, ValueError, "pass both or neither"),
+        (
+            Numbers(),
+            {"rank": 0, "world_size": 2, "out": "single.tar"},
+            ValueError,
+            "a pattern with a number such as %06d",
+        ),
         (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
     ],
 )
@@ -390,7 +396,8 @@ def test_bad_arguments(tmp_path: Path, source: Any, options: dict[str, Any], err
         raise AssertionError("computed")
 
     with pytest.raises(error, match=message):
-        build(source, tmp_path, fn, **options)
+        build(source, tmp_path / options.pop("out", ""), fn, **options)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_of_other_shards(tmp_path: Path) -> None:
