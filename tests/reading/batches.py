@@ -43,12 +43,12 @@ def write(path: Path | str, samples: list[Any] | dict[str, Any], members: Any = 
     return str(path)
 
 
-def folder_of(samples: list[Any], **writer: Any) -> Any:
+def folder_of(samples: list[Any] | dict[str, Any], **options: Any) -> Any:
     """Return a fixture of a module: a folder of these samples, which is written once."""
 
     @pytest.fixture(scope="module")
     def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-        return write(tmp_path_factory.mktemp("folder"), samples, **writer)
+        return write(tmp_path_factory.mktemp("folder"), samples, **options)
 
     return folder
 

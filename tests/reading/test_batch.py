@@ -28,8 +28,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import wds_tensorcache as tc
 from tests import strategies
 from tests.children import run_in_child
-from tests.reading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, write
+from tests.reading.batches import COUNT, LARGE, SMALL, assert_all_same, assert_batch, folder_of, write
 from tests.same import tensor_bytes
+
+# gathered from maps, and not
+small, large = folder_of(SMALL), folder_of(LARGE)
 
 
 def tensor_of(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
 from tests.reading.batches import write
@@ -61,6 +62,13 @@ def test_small_values_do_not_vanish(tmp_path: Path, samples: list[Any]) -> None:
             if "m" not in batch or not isinstance(batch["m"], dict) or batch["m"]:  # else there is nothing to look at
                 with pytest.raises(tc.BatchError, match="their structures differ"):
                     _places(batch)
+
+
+def test_worker_processes_raise(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, SMALL["inside of a list"])) as cache:
+        loader = DataLoader(range(2), batch_size=2, num_workers=1, collate_fn=cache.read_batch, timeout=60)
+        with pytest.raises(tc.BatchError, match="their structures differ"):
+            next(iter(loader))
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:

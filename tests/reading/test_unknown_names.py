@@ -12,18 +12,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 from wds_tensorcache.errors import list_names, unknown_name
 
 BOUND = 1000  # characters
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts, alphas = [{"state": torch.zeros(1 + i % 3, 2)} for i in range(120)], ({}, {"alpha": torch.zeros(1)})
-    samples = {f"{i:06d}": {"latent": torch.zeros(4), "text": text, **alphas[i % 2]} for i, text in enumerate(texts)}
-    folder = tmp_path_factory.mktemp("cache")
-    return write(folder, samples, lambda i: {"json": {"i": i}, "jpg": b""}, max_samples=50)
+TEXTS, ALPHAS = [{"state": torch.zeros(1 + i % 3, 2)} for i in range(120)], ({}, {"alpha": torch.zeros(1)})
+SAMPLES = {f"{i:06d}": {"latent": torch.zeros(4), "text": text, **ALPHAS[i % 2]} for i, text in enumerate(TEXTS)}
+folder = folder_of(SAMPLES, members=lambda i: {"json": {"i": i}, "jpg": b""}, max_samples=50)
 
 
 @given(st.lists(st.text(max_size=500), max_size=30), st.text(max_size=200))

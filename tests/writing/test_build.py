@@ -8,8 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -316,21 +315,17 @@ def grouped(items: list[dict[str, Any]]) -> list[Any]:
     return [{"x": torch.full((longest + 1,), item["value"])} for item in items]
 
 
-def broken_at(name: str, stop: Callable[[], None]) -> Any:
+def broken_at(name: str, error: type[BaseException] | None) -> Any:
+    """Return a function that raises an error at an item, or without one kills the process."""
+
     def fn(items: list[dict[str, Any]]) -> list[Any]:
         if any(item["name"] == name for item in items):
-            stop()
+            if error is not None:
+                raise error
+            os.kill(os.getpid(), signal.SIGKILL)
         return grouped(items)
 
     return fn
-
-
-def stop_with(error: type[BaseException]) -> None:
-    raise error
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
@@ -340,10 +335,10 @@ def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, er
     """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
     whole = build(Numbers(), tmp_path / "whole", grouped)
     if error is None:
-        assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, kill))) == -signal.SIGKILL
+        assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, None))) == -signal.SIGKILL
     else:
         with pytest.raises(error):
-            build(kind(), tmp_path / "x", broken_at(fails_at, partial(stop_with, error)))
+            build(kind(), tmp_path / "x", broken_at(fails_at, error))
         assert len(tc.open(tmp_path / "x")) == int(fails_at[1:]) // 4 * 4
     cache = build(kind(), tmp_path / "x", grouped)
     assert list(cache.keys()) == list(whole.keys())
