@@ -29,7 +29,7 @@ def _is_storable(dtype: torch.dtype) -> bool:
 
 
 TORCH_DTYPES = sorted(filter(_is_storable, {x for x in vars(torch).values() if isinstance(x, torch.dtype)}), key=str)
-# torch cannot print its 4-bit floats, which Hypothesis does: tests/codec/test_dtypes.py has them
+# torch cannot print its 4-bit floats, which Hypothesis does: tests/codec/test_round_trip.py has them
 _PRINTABLE = [dtype for dtype in TORCH_DTYPES if "float4" not in str(dtype)]
 if "F8_E4M3FNUZ" not in safetensors.torch._TYPES:  # safetensors 0.7 cannot read them back
     _PRINTABLE = [dtype for dtype in _PRINTABLE if "fnuz" not in str(dtype)]

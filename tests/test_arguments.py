@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write as write_samples
 from tests.shards.tars import build
 
 ZSTD, LZ4 = b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18"
@@ -153,25 +154,6 @@ def test_no_gpu(shard: Path, device: Any) -> None:
         cache.read_batch([0], pin_memory=True)
 
 
-# --- names ---
-
-
-def test_a_refused_name_comes_with_a_remedy(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "a.tar") as sink:
-        for key, member, remedy in (
-            ("é", "json", "number the samples"),
-            ("a.b", "json", "replace it, e.g. by '_'"),
-            ("../a", "json", "remove"),
-            ("/a", "json", "remove"),
-            ("__a", "json", "choose another first character"),
-            ("x" * 101, "json", "shorten the key, or use tc.safe_key"),
-            ("a", "_json", "choose another first character"),
-            ("a", "x.skel.pyd", "rename that member"),
-        ):
-            with pytest.raises(tc.InvalidKeyError, match=f"; .*{remedy}"):
-                sink.write(key, {"x": 1}, **{member: b""})
-
-
 # --- damage ---
 
 
@@ -228,12 +210,8 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
     for call, options, message in calls:
         with pytest.raises(TypeError, match=message):
             call(cache, 2, **options)
-    with pytest.raises(TypeError, match=r"^epoch=1.5, expected an integer"):
-        tc.Loader(cache, 2).set_epoch(1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^bounds=64, expected ascending lengths"):
         tc.by_length("x", 64)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^collate=<.*, expected 'stack', .*, or a function of all samples"):
-        tc.Loader(cache, 2, collate={"x": list})
     with pytest.raises(TypeError, match="^max_nbytes='5', expected a number"):
         tc.ShardWriter(made, max_nbytes="5")  # type: ignore[arg-type]
     with tc.ShardWriter(made, max_samples=float("inf"), max_nbytes=1e9):
@@ -252,9 +230,9 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
 
 
 def test_a_batch_of_several_shapes_says_what_helps(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path) as sink:
-        for i, shape in enumerate(((2, 3), (4, 3), (2, 5))):
-            sink.write(f"{i}", {"x": torch.zeros(shape)})
+    write_samples(
+        tmp_path / "%06d.tar", {f"{i}": {"x": torch.zeros(shape)} for i, shape in enumerate(((2, 3), (4, 3), (2, 5)))}
+    )
     cache = tc.open(tmp_path)
     by_shape = r"'list', or batches of one shape: Loader\(…, bucket_by='x'\)$"
     with pytest.raises(tc.BatchError, match=rf"'0', but \[4, 3\] in '1'; use collate='pad' or {by_shape}"):
@@ -273,9 +251,7 @@ def test_names_that_are_elsewhere() -> None:
 
 def test_a_file_name_instead_of_a_key(tmp_path: Path) -> None:
     name = "set a/IMG 1.JPG"
-    with tc.ShardWriter(tmp_path) as sink:
-        sink.write(tc.safe_key(name), {"x": torch.zeros(1)})
-        sink.write("0", {"x": torch.zeros(1)})
+    write_samples(tmp_path / "%06d.tar", {tc.safe_key(name): {"x": torch.zeros(1)}, "0": {"x": torch.zeros(1)}})
     for cache in (tc.open(tmp_path), tc.join([tmp_path])):
         for wanted, remedy in (
             (name, r"pass tc\.safe_key\('set a/IMG 1\.JPG'\)"),

@@ -23,6 +23,7 @@ from benchmarks.scenarios.dali import NATIVE, NESTED
 from benchmarks.scenarios.gpu import AHEAD, CACHED_COPY, PINNED_COPY
 from benchmarks.scenarios.reading import MAP_CEILINGS
 from benchmarks.workloads import WORKLOADS
+from tests.reading.batches import write
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,9 +39,7 @@ def _run(*command: str | Path, **environment: str) -> str:
 def test_the_ceiling_reads_the_tensors(tmp_path: Path, name: str) -> None:
     workload = WORKLOADS[name]
     samples = [workload.sample(index) for index in range(4)]
-    with tc.ShardWriter(tmp_path / "%06d.tar", max_samples=3) as writer:
-        for index, sample in enumerate(samples):
-            writer.write(f"{index:08d}", sample)
+    write(tmp_path / "%06d.tar", {f"{index:08d}": sample for index, sample in enumerate(samples)}, max_samples=3)
     wrong = [samples[0], samples[1], samples[3], samples[2]]
     for tensor in (None, workload.one[1]):
         with Ranges(tmp_path, 2, tensor) as ranges:
@@ -129,9 +128,7 @@ def test_the_page_about_scale_has_the_tables() -> None:
 
 def test_simulated_ranks_have_the_samples_of_a_loader(tmp_path: Path) -> None:
     count, world_size = 1200, RANKS_PER_NODE + 1
-    with tc.ShardWriter(tmp_path / "%06d.tar") as writer:
-        for index in range(count):
-            writer.write(f"{index:04d}", {"index": index})
+    write(tmp_path / "%06d.tar", {f"{index:04d}": {"index": index} for index in range(count)})
     with tc.open(tmp_path) as cache:
         for rank in (1, RANKS_PER_NODE):
             options = {"rank": rank, "world_size": world_size, "last_batch": "drop"}

@@ -14,7 +14,7 @@ from tests.conftest import Seeded
 from tests.same import assert_same
 from tests.shards.damage import flip, member, members, sample, write
 from tests.shards.footers import body_of, put_footer
-from tests.shards.tars import BLOCK, build, build_with_tarfile
+from tests.shards.tars import BLOCK, build, build_with_tarfile, halves
 
 BESIDE = ["footer", "index"]
 
@@ -73,16 +73,16 @@ def test_every_header_is_lost(tmp_path: Path, beside: str, damage: str, rng: See
 @pytest.mark.parametrize("beside", BESIDE)
 def test_every_block(tmp_path: Path, beside: str, rng: Seeded) -> None:
     """Whichever block is lost: of samples that have none of its bytes all are saved, and nothing else."""
-    path = shard(tmp_path / "a", beside, 4)
+    path = shard(tmp_path / "a", beside, 3)
     whole, places = path.read_bytes(), members(path)
-    halves = {name: place for name, place in places.items() if name.endswith(("pyd", "tensors"))}
+    of_caches = {name: place for name, place in places.items() if name.endswith(("pyd", "tensors"))}
     end = max(last + -last % BLOCK for _, last in places.values())
     for number, begin in enumerate(range(0, end, BLOCK)):
         for kind, instead in (("zeros", bytes(BLOCK)), ("noise", rng.randbytes(BLOCK))):
             path.write_bytes(whole[:begin] + instead + whole[begin + BLOCK :])
             _, keys = saved(path, tmp_path / f"{kind}{number}", are_others_whole=False)
-            touched = {name[:3] for name, (first, last) in halves.items() if first < begin + BLOCK and last > begin}
-            assert keys == [key for key in everything(4) if key not in touched], (kind, begin)
+            touched = {name[:3] for name, (first, last) in of_caches.items() if first < begin + BLOCK and last > begin}
+            assert keys == [key for key in everything(3) if key not in touched], (kind, begin)
 
 
 @pytest.mark.parametrize("beside", BESIDE)
@@ -113,8 +113,7 @@ def test_an_index_of_another_shard(tmp_path: Path) -> None:
 @pytest.mark.parametrize("beside", BESIDE)
 def test_a_tar_in_a_tar(tmp_path: Path, beside: str, name: str) -> None:
     """Members of a tar in a member are not samples of the shard, though the header of that member is lost."""
-    skeleton, tensors = tc.encode_sample(sample(9))
-    inner = build([("999.skel.pyd", skeleton), ("999.safetensors", tensors), ("998.json", b"1")])
+    inner = build([*halves("999", sample(9)), ("998.json", b"1")])
     content = write(tmp_path / "a", 3, footer=False, dali_index=False, manifest=False).read_bytes()
     at, path = content.index(b"002.skel.pyd"), tmp_path / "x.tar"
     path.write_bytes(content[:at] + build([(name, inner)])[:-1024] + content[at:])
@@ -135,8 +134,7 @@ def test_a_sample_that_was_appended(tmp_path: Path, beside: str, name: str | Non
     """`tar -r` overwrites the index at the end of a shard; one beside it is then stale."""
     path = shard(tmp_path / "a", beside, 3)
     end = max(last + -last % BLOCK for _, last in members(path).values())
-    skeleton, tensors = tc.encode_sample(sample(7))
-    more = build([("007.skel.pyd", skeleton), ("007.safetensors", tensors)])
+    more = build(halves("007", sample(7)))
     content = path.read_bytes()
     path.write_bytes(content[:end] + more + content[end + len(more) :])
     if name is not None:
@@ -161,11 +159,8 @@ def test_cut_short(tmp_path: Path, keep: float) -> None:
 
 def test_names_that_no_header_field_holds(tmp_path: Path) -> None:
     key = "é" * 60 + "/" + "d" * 60 + "/000"
-    skeleton, tensors = tc.encode_sample(sample(0))
     path = tmp_path / "x.tar"
-    path.write_bytes(
-        build_with_tarfile([(f"{key}.skel.pyd", skeleton), (f"{key}.safetensors", tensors), ("b.json", b"1")])
-    )
+    path.write_bytes(build_with_tarfile([*halves(key, sample(0)), ("b.json", b"1")]))
     tc.write_index(path, dali_index=False)
     content = bytearray(path.read_bytes())
     first = members(path)[f"{key}.skel.pyd"][0]

@@ -12,6 +12,7 @@ import pytest
 
 import wds_tensorcache as tc
 from tests.codec.second_shards import build_trailer, index_arrays
+from tests.reading.batches import write as write_samples
 from tests.shards.damage import faults, flip, members, write
 from tests.shards.footers import body_of, end_of, forge, put_footer, rename
 
@@ -291,8 +292,7 @@ def test_the_end_of_the_archive_is_two_blocks(tmp_path: Path) -> None:
 def test_an_idx_is_missing_only_beside_others_of_its_folder(tmp_path: Path) -> None:
     with_idx, without = write(tmp_path / "a", 2), write(tmp_path / "b", 2, dali_index=False)
     assert faults([with_idx, without]) == []
-    with tc.ShardWriter(tmp_path / "a" / "other-%d.tar", dali_index=False, fsync=False) as sink:
-        sink.write("other", {"x": 1})
+    write_samples(tmp_path / "a" / "other-%d.tar", {"other": {"x": 1}}, dali_index=False)
     assert faults(tmp_path / "a") == []
 
 
@@ -331,9 +331,7 @@ def test_a_shard_is_cut_short_while_it_is_read(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_manifest_whose_shards_are_all_missing(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", max_samples=2) as writer:
-        for number in range(4):
-            writer.write(str(number), number)
+    write_samples(tmp_path / "%d.tar", {str(number): number for number in range(4)}, max_samples=2)
     for path in tmp_path.glob("*.tar"):
         path.unlink()
     report = tc.verify(tmp_path)

@@ -23,6 +23,7 @@ from tests.cli.command import json_of, run
 from tests.cli.commands import Output, Process, the_server
 from tests.cli.conftest import HOSTILE
 from tests.kills import compare
+from tests.reading.batches import write as write_samples
 
 
 def write(folder: Path, numbers: Iterable[int], **options: Any) -> Path:
@@ -249,9 +250,7 @@ def source(tmp_path: Path) -> Path:
 def test_drop_counts_samples_not_keys(tmp_path: Path) -> None:
     """A key that occurs twice names two samples."""
     for number, key in enumerate("ab"):
-        with tc.ShardWriter(tmp_path / "in" / f"{number}-%d.tar", fsync=False) as sink:
-            sink.write(key, {"x": number})
-            sink.write("twice", {"x": number})
+        write_samples(tmp_path / "in" / f"{number}-%d.tar", {key: {"x": number}, "twice": {"x": number}})
     (said,) = run("drop", tmp_path / "in", tmp_path / "out", "twice").stdout.splitlines()
     assert said.endswith("out: without 2 samples")
     (said,) = run("drop", tmp_path / "in", tmp_path / "one", "a").stdout.splitlines()

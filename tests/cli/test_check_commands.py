@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.shards.tars import build_with_tarfile, halves
 
 KEYS = [f"k{i}" for i in range(6)]
 
@@ -52,13 +52,8 @@ def test_a_damaged_cache(folder: Path, tmp_path: Path) -> None:
 
 def test_index(tmp_path: Path) -> None:
     """Shards that another program made."""
-    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
-    for name in ("a.tar", "b.tar"):
-        with tarfile.open(tmp_path / name, "w") as tar:
-            for suffix, content in (("skel.pyd", skeleton), ("safetensors", tensors)):
-                (tmp_path / "member").write_bytes(content)
-                tar.add(tmp_path / "member", f"{name[0]}0.{suffix}")
-    (tmp_path / "member").unlink()
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.tar").write_bytes(build_with_tarfile(halves(f"{name}0", {"x": torch.ones(3)})))
     found = json_of("index", tmp_path / "a.tar", tmp_path / "b.tar")
     assert [each["num_samples"] for each in found] == [1, 1]
     assert sorted(os.listdir(tmp_path)) == ["a.idx", "a.tar", "a.tar.index", "b.idx", "b.tar", "b.tar.index"]

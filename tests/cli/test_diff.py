@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.conftest import HOSTILE
+from tests.shards.tars import build_with_tarfile
 
 
 def sample(i: int) -> dict[str, Any]:
@@ -169,11 +168,8 @@ def test_tensors_of_other_programs(tmp_path: Path) -> None:
     for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         tensors = safetensors.torch.save({"x": torch.full((5,), value)})
         skeleton, _ = tc.encode_sample({"x": torch.full((5,), value)})
-        with tarfile.open(tmp_path / f"{name}.tar", "w") as archive:
-            for suffix, content in (("skel.pyd", b"\x80\x05" + skeleton[5 + skeleton[3] :]), ("safetensors", tensors)):
-                member = tarfile.TarInfo(f"k.{suffix}")
-                member.size = len(content)
-                archive.addfile(member, io.BytesIO(content))
+        members = [("k.skel.pyd", b"\x80\x05" + skeleton[5 + skeleton[3] :]), ("k.safetensors", tensors)]
+        (tmp_path / f"{name}.tar").write_bytes(build_with_tarfile(members))
     assert json_of("diff", tmp_path / "a.tar", tmp_path / "b.tar")["is_equal"]
     (only,) = json_of("diff", tmp_path / "a.tar", tmp_path / "c.tar", status=1)["changes"]
     assert (only["num_different"], only["max_difference"]) == (5, 1)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import wds_tensorcache as tc
 from tests.cli.command import run_any
+from tests.reading.batches import write
 
 # each reads a manifest in its own way
 READERS = [
@@ -58,9 +58,7 @@ MANIFESTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_commands_on_a_hostile_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    with tc.ShardWriter(tmp_path / "good", fsync=False) as sink:
-        for i in range(3):
-            sink.write(f"k{i}", {"x": torch.ones(3)})
+    write(tmp_path / "good" / "%06d.tar", {f"k{i}": {"x": torch.ones(3)} for i in range(3)})
     before = {path: path.read_bytes() for path in (tmp_path / "good").iterdir()}
     for number, command in enumerate(READERS + PRINTERS * (name in ("escapes", "fingerprint"))):
         cache, out = tmp_path / f"cache{number}", tmp_path / f"out{number}"

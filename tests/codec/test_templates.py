@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.same import assert_same
 from tests.strategies import arrays, keys, plain, tensors
 from wds_tensorcache.codec.header import parse_header
@@ -230,3 +232,42 @@ def test_keys_that_equal_an_earlier_value(inner: Callable[[str], Any]) -> None:
     for key in ("first", "other", "third", "last"):
         sample = {name: torch.ones(1), "value": key, "inner": inner(key)}
         assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
+
+
+COUNTS = (500, 2_000, 8_000)
+
+
+def of_dict(tensors: list[torch.Tensor]) -> Any:
+    return {f"tensor {number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def of_shapes(tensors: list[torch.Tensor]) -> Any:
+    return [tensor.new_empty(0, number) for number, tensor in enumerate(tensors)]
+
+
+def of_set(tensors: list[torch.Tensor]) -> Any:
+    return {"set": set(tensors)}
+
+
+STEPS: dict[str, Callable[[Path], Any]] = {
+    "open": lambda path: tc.open(path)[0],
+    "read_batch": lambda path: tc.open(path).read_batch([0, 0]),
+    "select": lambda path: tc.open(path).select("tensor 1*")[0],
+    "read_batch of one": lambda path: tc.open(path).select("tensor 7").read_batch([0]),
+    "write_index": tc.write_index,
+}
+
+
+@pytest.mark.parametrize("make", [of_dict, list, of_shapes, of_set])
+@pytest.mark.long
+def test_costs_of_a_tensor(tmp_path: Path, make: Any) -> None:
+    """What a tensor costs, from file to value, does not grow with the number of tensors in a sample."""
+    costs: dict[str, list[float]] = {}
+    for count in COUNTS:
+        path, samples = tmp_path / f"{count}.tar", [make([torch.full((2,), float(i)) for i in range(count)])]
+        steps = {"write": lambda path, samples=samples: write(path, samples, manifest=False)} | STEPS
+        for name in steps if make is of_dict else ("write", "open"):
+            costs.setdefault(name, []).append(num_calls(lambda path=path, step=steps[name]: step(path)) / count)
+    for name, found in costs.items():
+        assert found[-1] < 1.2 * found[-2], name
+        assert found[-1] < 300, name

@@ -26,6 +26,7 @@ import torch
 import wds_tensorcache as tc
 from tests.fuzz import known
 from tests.fuzz.forge import bound, footer_of, tar_of
+from tests.shards.tars import halves
 from wds_tensorcache.codec import header as headers
 from wds_tensorcache.codec.binding import parse_preamble
 from wds_tensorcache.codec.reference import MemorySource, resolve
@@ -175,8 +176,7 @@ def shard() -> tuple[bytes, int]:
     """Return a shard without an index, and the offset of its end-of-archive marker."""
     members = []
     for number, sample in enumerate(SAMPLES[:2]):
-        skeleton, tensors = tc.encode_sample(sample)
-        members += [(f"{number}.skel.pyd", skeleton), (f"{number}.safetensors", tensors), (f"{number}.json", b"{}")]
+        members += [*halves(str(number), sample), (f"{number}.json", b"{}")]
     parts = [tars.build_tar_header(n, len(c)) + c + bytes(tars.padding(len(c))) for n, c in members]
     return b"".join(parts) + tars.END_OF_ARCHIVE, sum(map(len, parts))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from tests.fuzz.targets import TARGETS, run
+from tests.hostile.pickles import little_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*links to other files are not followed")
 MAX_SECONDS = 1
@@ -30,11 +30,8 @@ def check(target: str, data: bytes) -> None:
 def test_target(path: Path) -> None:
     target, data = path.parent.name, path.read_bytes()
     check(target, data)
-    tracemalloc.start()
-    check(target, data)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2_000_000 + 200 * len(data)
+    with little_memory(2_000_000 + 200 * len(data)):
+        check(target, data)
 
 
 @each

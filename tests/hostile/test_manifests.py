@@ -14,6 +14,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import run_any
 from tests.hostile.pickles import little_memory
+from tests.reading.batches import write as write_samples
 from tests.remote.servers.http_server import HttpServer
 
 OUTSIDE = (
@@ -22,9 +23,7 @@ OUTSIDE = (
 
 
 def write(folder: Path, name: str, first: int) -> Path:
-    with tc.ShardWriter(folder / f"{name}-%06d.tar", fsync=False) as sink:
-        for i in range(3):
-            sink.write(f"{name}{i}", {"v": torch.full((2,), first + i)})
+    write_samples(folder / f"{name}-%06d.tar", {f"{name}{i}": {"v": torch.full((2,), first + i)} for i in range(3)})
     return folder
 
 

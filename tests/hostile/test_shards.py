@@ -11,7 +11,7 @@ import torch
 import wds_tensorcache as tc
 from tests.hostile.forged import READERS, by_samples, by_stream, header, put
 from tests.hostile.pickles import PROTO, little_memory, reference
-from tests.shards.tars import build, build_with_tarfile, pax, raw_header, record
+from tests.shards.tars import build, build_with_tarfile, halves, pax, raw_header, record
 
 X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
 DAYS = {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}
@@ -78,21 +78,15 @@ def test_half_a_sample(tmp_path: Path, there: str) -> None:
 
 @pytest.mark.parametrize("again", ["a.skel.pyd", "a.SKEL.PYD", "a.safetensors", "a.txt"])
 def test_a_member_twice(tmp_path: Path, again: str) -> None:
-    skeleton, tensors = tc.encode_sample(torch.ones(3))
-    members = [("a.skel.pyd", skeleton), ("a.safetensors", tensors), ("a.txt", b"1"), (again, b"2")]
-    (tmp_path / "x.tar").write_bytes(build(members))
+    (tmp_path / "x.tar").write_bytes(build([*halves("a", torch.ones(3)), ("a.txt", b"1"), (again, b"2")]))
     for reader in READERS:
         refused(tmp_path / "x.tar", reader)
 
 
 def test_a_key_twice_apart(tmp_path: Path) -> None:
     """A stream has forgotten the first one: it gives two samples, each whole; an index refuses."""
-    members = []
-    for key, value in (("a", 1), ("b", 2), ("a", 3)):
-        skeleton, tensors = tc.encode_sample(torch.tensor([value]))
-        members += [(f"{key}.skel.pyd", skeleton), (f"{key}.safetensors", tensors)]
     path = tmp_path / "x.tar"
-    path.write_bytes(build(members))
+    path.write_bytes(build([half for i, key in enumerate("aba", 1) for half in halves(key, torch.tensor([i]))]))
     for reader in set(READERS) - {"stream"}:
         assert "key 'a' occurs twice" in str(refused(path, reader))
     assert [int(found["tensorcache"]) for found in by_stream(path)] == [1, 2, 3]
@@ -100,12 +94,12 @@ def test_a_key_twice_apart(tmp_path: Path) -> None:
 
 # --- tars with what no writer of caches puts there: odd names and sizes, links, bombs of pax records
 
-ARANGE, TENSORS = tc.encode_sample(torch.arange(5))
-GOOD = build([("a.skel.pyd", ARANGE), ("a.safetensors", TENSORS)])[:-1024]
+HALVES = halves("a", torch.arange(5))
+TENSORS = HALVES[1][1]
+GOOD, SKEL = (build(members)[:-1024] for members in (HALVES, HALVES[:1]))
 END = bytes(1024)
 SIZE = b"%011o" % len(TENSORS)
 CONTENT = TENSORS + bytes(-len(TENSORS) % 512)
-SKEL = build([("a.skel.pyd", ARANGE)])[:-1024]
 
 
 def tensors(size: bytes, *records: bytes, kind: bytes = b"0") -> bytes:
@@ -152,7 +146,7 @@ def assert_right(path: Path) -> None:
 def test_names_are_names_alone(tmp_path: Path, key: str) -> None:
     """Nothing is extracted: the key is what the tar has, but for a leading `./`, and no file but the shard is opened."""
     path = tmp_path / "x.tar"
-    path.write_bytes(build_with_tarfile([(f"{key}.skel.pyd", ARANGE), (f"{key}.safetensors", TENSORS)]))
+    path.write_bytes(build_with_tarfile(halves(key, torch.arange(5))))
     assert_right(path)
     assert list(tc.open(path).keys()) == [key.removeprefix("./")]
     assert [file.name for file in tmp_path.iterdir()] == ["x.tar"]

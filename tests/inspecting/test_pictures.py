@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-import wds_tensorcache as tc
 from tests.inspecting.caches import view
+from tests.reading.batches import write
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -26,9 +26,7 @@ def _decode(png: bytes) -> Any:
 
 def _draw(folder: Path, *samples: dict[str, Any]) -> list[dict[str, tuple[Any, dict[str, Any]]]]:
     """Return the pixels and the records of the pictures in the page of a cache, for each sample by name."""
-    with tc.ShardWriter(folder / "0.tar", fsync=False) as sink:
-        for i, sample in enumerate(samples):
-            sink.write(f"{i}", sample)
+    write(folder / "0.tar", {f"{i}": sample for i, sample in enumerate(samples)})
     report, _, _ = view(folder)
     names = [tensor["name"] for tensor in report["tensors"]]
     return [

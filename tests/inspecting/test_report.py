@@ -8,7 +8,6 @@ import json
 import re
 import runpy
 import sys
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,9 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of
+from tests.hostile.pickles import little_memory
 from tests.inspecting.caches import EVIL, view, write_hostile, write_photos
+from tests.reading.batches import write
 
 
 def test_the_cache_is_described(tmp_path: Path) -> None:
@@ -200,28 +201,20 @@ def test_damaged_samples_are_shown_as_such(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tc.ShardWriter(f"{tmp_path}/%05d.tar", fsync=False) as sink:
-        for i in range(8):
-            sink.write(f"{i}", {"big": torch.zeros(4_000_000 + i)})
+    write(f"{tmp_path}/%05d.tar", {f"{i}": {"big": torch.zeros(4_000_000 + i)} for i in range(8)})
     monkeypatch.setattr(sys, "argv", ["tensorcache", "view", str(tmp_path), "-o", str(tmp_path / "page.html")])
-    tracemalloc.start()
-    with pytest.raises(SystemExit, match="0"):
+    with little_memory(100_000_000), pytest.raises(SystemExit, match="0"):  # of 128 MB
         runpy.run_module("wds_tensorcache.cli", run_name="__main__")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 100_000_000  # of 128 MB
 
 
 def test_values_as_text(tmp_path: Path) -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
     values = {"cycle": cycle, "text": "a\nb\tc\0", "one": (1,), "set": [{1}], "bytes": b"\xff", "int": 10**5000}
-    with tc.ShardWriter(f"{tmp_path}/%05d.tar", fsync=False) as sink:
-        sink.write("a", values | {"prompt": "x" * 10**5})
+    write(f"{tmp_path}/%05d.tar", {"a": values | {"prompt": "x" * 10**5}})
     (card,) = view(tmp_path)[0]["samples"]
     assert len(card["text"]) == 8000 - 2
-    with tc.ShardWriter(f"{tmp_path}/%05d.tar", overwrite=True, fsync=False) as sink:
-        sink.write("a", values | {"prompt": "x"})
+    write(f"{tmp_path}/%05d.tar", {"a": values | {"prompt": "x"}}, overwrite=True)
     (card,) = view(tmp_path)[0]["samples"]
     assert dict(card["values"]) == {
         "cycle": "[[[[[…]]]]]",

@@ -25,6 +25,7 @@ from tests.cli.command import json_of, run
 from tests.cli.commands import Output, the_server
 from tests.importers.folders import imported
 from tests.same import assert_same
+from tests.shards.tars import build_with_tarfile, halves
 
 
 def nested(i: int) -> dict[str, Any]:
@@ -48,13 +49,8 @@ def write(folder: Path, samples: dict[str, Any], **members: Any) -> Path:
 
 def foreign(path: Path, keys: Iterable[str], suffix: str = "txt") -> Path:
     """Write a tar as another program would, with any keys."""
-    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
-    with tarfile.open(path, "w") as archive:
-        for key in keys:
-            for end, content in (("skel.pyd", skeleton), ("safetensors", tensors), (suffix, key.encode())):
-                member = tarfile.TarInfo(f"{key}.{end}")
-                member.size = len(content)
-                archive.addfile(member, io.BytesIO(content))
+    members = [[*halves(key, {"x": torch.ones(3)}), (f"{key}.{suffix}", key.encode())] for key in keys]
+    path.write_bytes(build_with_tarfile([member for of_sample in members for member in of_sample]))
     return path
 
 

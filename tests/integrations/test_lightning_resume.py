@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.integrations.trainers import QUIET, ResumeLoaders, pl
+from tests.integrations.trainers import QUIET, models, pl, resume_loaders
+from tests.reading.batches import write
 
 # theirs: about workers, devices and deprecations; ours are errors
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("error:.*set_epoch")]
@@ -26,33 +27,9 @@ MAKE: dict[str, Any] = {"Loader": tc.Loader, "torch_loader": tc.torch_loader}
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("cache")
-    with tc.ShardWriter(folder / "x.tar", fsync=False) as sink:
-        for i in range(COUNT):
-            sink.write(f"{i:03d}", {"x": torch.full((4,), float(i))})
+    write(folder / "x.tar", {f"{i:03d}": {"x": torch.full((4,), float(i))} for i in range(COUNT)})
     with tc.open(folder) as opened:
         yield opened
-
-
-class Model(pl.LightningModule):  # type: ignore[misc]
-    """A model that keeps what it was trained on; with `has_schedule`, it asks for the number of steps, as for OneCycleLR."""
-
-    def __init__(self, has_schedule: bool = False) -> None:
-        super().__init__()
-        self.layer, self.has_schedule = torch.nn.Linear(4, 1), has_schedule
-        self.seen: list[Any] = []
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        x = batch["x"] if isinstance(batch, dict) else batch[0]["x"]
-        self.seen.append(x[:, 0].int().tolist())
-        return self.layer(x).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 1e-6)
-        if not self.has_schedule:
-            return optimizer
-        total = self.trainer.estimated_stepping_batches
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-5, total_steps=int(total))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def fit(loaders: Any, *callbacks: Any, path: Any = None, has_schedule: bool = False, **options: Any) -> Any:
@@ -60,7 +37,7 @@ def fit(loaders: Any, *callbacks: Any, path: Any = None, has_schedule: bool = Fa
     options = {
         "enable_checkpointing": any(isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks)
     } | options
-    trainer, model = pl.Trainer(callbacks=list(callbacks), **QUIET, **options), Model(has_schedule)
+    trainer, model = pl.Trainer(callbacks=list(callbacks), **QUIET, **options), models.BatchesModel(has_schedule)
     trainer.fit(model, loaders, ckpt_path=path)
     return trainer, model.seen
 
@@ -85,11 +62,11 @@ def every_step(folder: Path) -> Any:
 @pytest.mark.parametrize("kind", MAKE)
 def test_with_a_schedule(cache: Any, tmp_path: Path, kind: str) -> None:
     """`estimated_stepping_batches` makes Lightning set up its loaders before it has their states, which it then forgets."""
-    _, seen = fit(make(cache, kind), every_step(tmp_path), ResumeLoaders(), has_schedule=True, max_epochs=2)
+    _, seen = fit(make(cache, kind), every_step(tmp_path), resume_loaders(), has_schedule=True, max_epochs=2)
     assert seen == whole(cache, 2)
     for step in (1, 7, STEPS - 1, STEPS, STEPS + 7):
         path = tmp_path / f"step={step}.ckpt"
-        trainer, rest = fit(make(cache, kind), ResumeLoaders(), path=path, has_schedule=True, max_epochs=2)
+        trainer, rest = fit(make(cache, kind), resume_loaders(), path=path, has_schedule=True, max_epochs=2)
         assert seen[:step] + rest == seen
         assert (trainer.global_step, trainer.current_epoch) == (2 * STEPS, 2)
 
@@ -103,7 +80,7 @@ def test_after_max_steps(cache: Any, tmp_path: Path, saved: str, limit: dict[str
         trainer, seen = fit(make(cache), *saving, max_steps=stop)
         if saved == "save_checkpoint":
             trainer.save_checkpoint(tmp_path / "last.ckpt")
-        trainer, rest = fit(make(cache), ResumeLoaders(), path=tmp_path / "last.ckpt", **limit)
+        trainer, rest = fit(make(cache), resume_loaders(), path=tmp_path / "last.ckpt", **limit)
         assert seen + rest == whole(cache)
         assert trainer.current_epoch == 3 or "max_steps" in limit
         (tmp_path / "last.ckpt").unlink()
@@ -142,7 +119,7 @@ def test_loaders_alone_and_combined(cache: Any, tmp_path: Path, loaders: str, ki
     states = torch.load(tmp_path / "two.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
     num_states = {"none": 0, "stateless": 0, "two": 2, "mixed": 2}.get(loaders, 1)
     assert len(states.get("combined_loader", [])) == num_states
-    _, rest = fit(both(), ResumeLoaders(), path=tmp_path / "two.ckpt", max_steps=4)
+    _, rest = fit(both(), resume_loaders(), path=tmp_path / "two.ckpt", max_steps=4)
     if num_states:
         assert (seen, rest) == (whole(cache)[:2], whole(cache)[2:4])
     assert len(rest) == (0 if loaders == "none" else 2)
@@ -150,10 +127,10 @@ def test_loaders_alone_and_combined(cache: Any, tmp_path: Path, loaders: str, ki
 
 def test_a_second_fit_begins_anew(cache: Any, tmp_path: Path) -> None:
     """The states of a checkpoint are for one `fit`."""
-    resume = ResumeLoaders()
+    resume = resume_loaders()
     fit(make(cache), every_step(tmp_path), max_steps=3)
     trainer = pl.Trainer(max_epochs=1, callbacks=[resume], enable_checkpointing=False, **QUIET)
-    model = Model()
+    model = models.BatchesModel()
     trainer.fit(model, make(cache), ckpt_path=tmp_path / "step=3.ckpt")
     assert model.seen == whole(cache, 1)[3:]
     _, seen = fit(make(cache), resume, max_epochs=1)
@@ -216,27 +193,11 @@ def test_checkpoints_that_lightning_handles_need_no_callback(cache: Any, tmp_pat
         assert seen[:step] + rest == seen
 
 
-class Killed(Exception):
-    pass
-
-
-class KilledModel(Model):
-    stop = -1
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        if len(self.seen) == self.stop:
-            raise Killed
-        return super().training_step(batch, number)
-
-    def validation_step(self, batch: Any, number: int) -> None:
-        pass
-
-
 def fit_until(stop: int, saving: Any, *loaders: Any, path: Any = None, **options: Any) -> Any:
     """Train until the model is killed after `stop` batches, and return the trainer and the batches."""
-    trainer, model = pl.Trainer(callbacks=[saving, ResumeLoaders()], **QUIET, **options), KilledModel()
+    trainer, model = pl.Trainer(callbacks=[saving, resume_loaders()], **QUIET, **options), models.KilledModel()
     model.stop = stop
-    with contextlib.suppress(Killed):
+    with contextlib.suppress(models.Killed):
         trainer.fit(model, *loaders, ckpt_path=path)
     return trainer, model.seen
 
@@ -309,7 +270,7 @@ def test_limited_epochs_warn_once(cache: Any, tmp_path: Path) -> None:
     assert sum("set_epoch" in str(each.message) for each in caught) == 1
     assert seen == [whole(cache)[epoch * STEPS + number] for epoch in range(3) for number in range(5)]
     for step in (3, 5, 8):
-        for callbacks in ([], [ResumeLoaders()]):
+        for callbacks in ([], [resume_loaders()]):
             options: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 5}
             with pytest.warns(UserWarning, match=r"set_epoch\(\d\) leaves out 30 of the 40 samples"):
                 _, rest = fit(make(cache), *callbacks, path=tmp_path / f"step={step}.ckpt", **options)
@@ -319,7 +280,7 @@ def test_limited_epochs_warn_once(cache: Any, tmp_path: Path) -> None:
 def test_limited_validation_does_not_warn(cache: Any) -> None:
     trainer = pl.Trainer(max_epochs=3, limit_val_batches=2, enable_checkpointing=False, **QUIET)
 
-    class Validated(Model):
+    class Validated(models.BatchesModel):  # type: ignore[misc]
         def validation_step(self, batch: Any, number: int) -> None:
             self.log("loss", self.layer(batch["x"]).mean(), batch_size=BATCH)
 

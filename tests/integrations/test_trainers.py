@@ -17,17 +17,24 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import wds_tensorcache as tc
-from tests.integrations.trainers import QUIET, ResumeLoaders, SkippableLoader, pl
+from tests.integrations.trainers import QUIET, SkippableLoader, models, pl, resume_loaders
 from tests.reading.batches import write
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
 from accelerate.utils import send_to_device  # noqa: E402
-from lightning.fabric.utilities import move_data_to_device  # noqa: E402
 
 # their warnings: about workers, devices and deprecations
 pytestmark = pytest.mark.filterwarnings("ignore")
 COUNT = 11
-MOVERS = {"lightning": move_data_to_device, "accelerate": send_to_device}
+
+
+def move_by_lightning(batch: Any, device: torch.device) -> Any:
+    from lightning.fabric.utilities import move_data_to_device
+
+    return move_data_to_device(batch, device)
+
+
+MOVERS: dict[str, Any] = {"lightning": move_by_lightning, "accelerate": send_to_device}
 
 
 class Pair(NamedTuple):
@@ -231,33 +238,6 @@ def test_records_pickle(cache: Any) -> None:
 # --- whole trainers ---
 
 
-class Model(pl.LightningModule):  # type: ignore[misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.seen: dict[str, list[str]] = {"fit": [], "validate": [], "predict": []}
-
-    def look(self, stage: str, given: Any) -> torch.Tensor:
-        batch = given[0] if isinstance(given, (list, tuple)) else given
-        self.seen[stage] += list(batch["name"])
-        assert [f"n{int(row[0])}" for row in batch["x"]] == list(batch["name"])
-        return self.layer(batch["x"]).square().mean()  # type: ignore[no-any-return]
-
-    def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        loss = self.look("fit", batch)
-        self.log("loss", loss, batch_size=4)
-        return loss
-
-    def validation_step(self, batch: Any, number: int) -> None:
-        self.log("validation loss", self.look("validate", batch), batch_size=4)
-
-    def predict_step(self, batch: Any, number: int) -> Any:
-        return self.look("predict", batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
 def make(kind: str, cache: Any, batch_size: int, **options: Any) -> Any:
     if kind == "Loader":
         return tc.Loader(cache, batch_size, **options)
@@ -275,7 +255,7 @@ def loader_of(kind: str, cache: Any) -> Any:
 def test_a_trainer(cache: Any, plain: Any, kind: str) -> None:
     cache = plain if kind.endswith("workers") else cache
     trainer = pl.Trainer(max_epochs=2, enable_checkpointing=False, **QUIET)
-    model = Model()
+    model = models.NamesModel()
     trainer.fit(model, loader_of(kind, cache), loader_of(kind, cache))
     assert len(trainer.predict(model, loader_of(kind, cache))) == 2
     assert {stage: len(names) for stage, names in model.seen.items()} == {"fit": 16, "validate": 16, "predict": 8}
@@ -320,7 +300,7 @@ def test_a_trainer_resumes_with_steps_of_any_size(
     Lightning does not load the state of a loader that it saved at the end of an epoch; it calls `set_epoch`.
     """
 
-    class Saving(Model):
+    class Saving(models.NamesModel):  # type: ignore[misc]
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             self.seen["rows"] += batch["rows"]
             return super().training_step(batch, number)
@@ -348,7 +328,7 @@ def test_a_trainer_resumes_with_steps_of_any_size(
     paths = list((tmp_path / "saved").glob("*.ckpt"))
     assert len(paths) == 2 * (1 if "every_n_epochs" in saved else {1: 11, 4: 4}[before])
     for path in paths:
-        assert fit(second, after, ResumeLoaders(), ckpt_path=path) == whole
+        assert fit(second, after, resume_loaders(), ckpt_path=path) == whole
 
 
 @pytest.mark.parametrize("is_stateful", [False, True])
@@ -397,9 +377,7 @@ def test_an_accelerators_device(plain: Any, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_accelerate_skips_batches(tmp_path: Path, options: dict[str, Any], num_threads: int) -> None:
     """From every step of two epochs: the same batches and states, without reading those that are skipped."""
-    with tc.ShardWriter(tmp_path / "x.tar", fsync=False) as sink:
-        for i in range(23):
-            sink.write(f"{i:03d}", {"x": torch.full((1 + i % 3,), float(i)), "i": i})
+    write(tmp_path / "x.tar", {f"{i:03d}": {"x": torch.full((1 + i % 3,), float(i)), "i": i} for i in range(23)})
     read: list[int] = []
 
     def note(batch: Any, info: tc.BatchInfo) -> Any:
@@ -473,22 +451,7 @@ def test_batches_by_position_in_several_epochs(plain: Any) -> None:
 # --- training by iterations ---
 
 
-class Validated(Model):
-    """A model that counts Lightning's validations and the steps of a schedule by epochs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_validations = 0
-
-    def on_validation_end(self) -> None:
-        self.num_validations += 1
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-
-@pytest.mark.parametrize(("kind", "callbacks"), [("Loader", []), ("Loader", [ResumeLoaders]), ("torch_loader", [])])
+@pytest.mark.parametrize(("kind", "callbacks"), [("Loader", []), ("Loader", [resume_loaders]), ("torch_loader", [])])
 def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callbacks: list[Any]) -> None:
     """Lightning's epochs of 4 batches see all 6 batches of the loader, also after each checkpoint and with `max_steps`."""
 
@@ -502,7 +465,10 @@ def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callback
 
     def fit(num_steps: int, path: Path | None = None, *more: Any) -> Any:
         options = {"max_steps": num_steps, "limit_train_batches": 4, "default_root_dir": tmp_path / "root"} | QUIET
-        trainer, model = pl.Trainer(callbacks=[*more, *(call() for call in callbacks)], **options), Validated()
+        trainer, model = (
+            pl.Trainer(callbacks=[*more, *(call() for call in callbacks)], **options),
+            models.ValidatedModel(),
+        )
         trainer.fit(model, loader(), tc.Loader(plain, 4), ckpt_path=path)
         return trainer, model
 

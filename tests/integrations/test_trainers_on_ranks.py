@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import wds_tensorcache as tc
+from tests.reading.batches import write
 
 pytestmark = pytest.mark.long
 
@@ -155,9 +155,7 @@ trainer.train(resume_from_checkpoint=any(name.startswith("checkpoint") for name 
 def test_killed_and_resumed(tmp_path: Path, trainer: str, kind: str, num_ranks: int, num_workers: int) -> None:
     """One script, with a schedule, on one process and on two."""
     pytest.importorskip(trainer, reason=f"needs {trainer}: pip install {trainer}")
-    with tc.ShardWriter(tmp_path / "data.tar", fsync=False) as sink:
-        for i in range(NUM_SAMPLES):
-            sink.write(f"{i:03d}", {"x": torch.full((4,), float(i))})
+    write(tmp_path / "data.tar", {f"{i:03d}": {"x": torch.full((4,), float(i))} for i in range(NUM_SAMPLES)})
     script = tmp_path / "script.py"
     script.write_text(
         COMMON + {"lightning": LIGHTNING, "accelerate": ACCELERATE, "transformers": TRANSFORMERS}[trainer]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-import wds_tensorcache as tc
 from tests.ray_kills import cluster
+from tests.reading.batches import write as write_samples
 from tests.remote.conftest import _write_process, write_server  # noqa: F401
 from tests.remote.servers.write_server import WriteServer
 
@@ -81,9 +81,7 @@ def every_kind(i: int) -> dict[str, Any]:
 def every_kind_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty samples in three shards."""
     folder = tmp_path_factory.mktemp("ray") / "cache"
-    with tc.ShardWriter(folder, max_samples=15, fsync=False) as sink:
-        for i in range(40):
-            sink.write(f"{i:04d}", every_kind(i))
+    write_samples(folder / "%06d.tar", {f"{i:04d}": every_kind(i) for i in range(40)}, max_samples=15)
     return folder
 
 
@@ -92,9 +90,7 @@ def write_cache(tmp_path: Path) -> Callable[..., Path]:
     """Write samples by number into a folder."""
 
     def write(sample: Callable[[int], Any], count: int, **options: Any) -> Path:
-        with tc.ShardWriter(tmp_path / "cache", fsync=False, **options) as sink:
-            for i in range(count):
-                sink.write(f"{i:04d}", sample(i))
+        write_samples(tmp_path / "cache" / "%06d.tar", {f"{i:04d}": sample(i) for i in range(count)}, **options)
         return tmp_path / "cache"
 
     return write

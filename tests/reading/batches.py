@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import wds_tensorcache as tc
@@ -40,6 +41,16 @@ def write(path: Path | str, samples: list[Any] | dict[str, Any], members: Any = 
         for i, (key, sample) in enumerate(named.items()):
             sink.write(key, sample, **members(i))
     return str(path)
+
+
+def folder_of(samples: list[Any] | dict[str, Any], **options: Any) -> Any:
+    """Return a fixture of a module: a folder of these samples, which is written once."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+        return write(tmp_path_factory.mktemp("folder"), samples, **options)
+
+    return folder
 
 
 def assert_all_same(left: list[Any], right: list[Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.reading.batches import assert_batch, write
+from tests.reading.batches import assert_batch, folder_of
 from tests.stalls import GPU, no_hidden_waits, stall
 from wds_tensorcache.reading.transfer import copying_stream
 
@@ -29,11 +29,7 @@ def nested(i: int) -> dict[str, Any]:
 
 
 SAMPLES = [nested(i) for i in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("gpu"), SAMPLES, max_samples=7)
+folder = folder_of(SAMPLES, max_samples=7)
 
 
 def on_cpu(batch: Any) -> Any:

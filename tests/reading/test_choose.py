@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.reading.batches import damage, write
+from tests.reading.batches import damage, folder_of, write
 
 COUNT = 20
 CHOOSE = {"latent": ["latent", "latent_flipped"], "text": "captions.*"}
@@ -42,9 +42,7 @@ def nested(i: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("choose"), [nested(i) for i in range(COUNT)], max_samples=7)
+folder = folder_of([nested(i) for i in range(COUNT)], max_samples=7)
 
 
 @pytest.fixture(params=["shards", "shared", "joined"])
@@ -209,11 +207,7 @@ def with_strings(i: int) -> dict[str, Any]:
 
 
 STRINGS = {"caption": "captions.*", "text": ["long", "short"], "meta.tag": "tags.*"}
-
-
-@pytest.fixture(scope="module")
-def strings(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("strings"), [with_strings(i) for i in range(COUNT)], max_samples=7)
+strings = folder_of([with_strings(i) for i in range(COUNT)], max_samples=7)
 
 
 def test_strings(strings: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 
 COUNT, NUM_EPOCHS = 120, 50
 
@@ -27,9 +27,7 @@ def sample(i: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("weights"), [sample(i) for i in range(COUNT)], max_samples=50)
+folder = folder_of([sample(i) for i in range(COUNT)], max_samples=50)
 
 
 def choices_of(cache: Any, choose: Any, num_epochs: int = NUM_EPOCHS, **options: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 
 COUNT = 6
 
@@ -27,11 +27,7 @@ def sample(i: int) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("collate"), [sample(i) for i in range(COUNT)], max_samples=4)
-
-
+folder = folder_of([sample(i) for i in range(COUNT)], max_samples=4)
 EACH = {"cond.text": tc.pad(to=5, value=7), "cond.*": "list", "odd": "list"}
 
 
@@ -149,7 +145,7 @@ def test_padding_by_name(tmp_path: Path) -> None:
     ("collate", "error", "message"),
     [
         ("cat", ValueError, "collate='cat', expected 'stack', 'list', 'pad', tc.pad"),
-        ({"latent": list}, ValueError, "collate=<class 'list'>, expected"),
+        ({"latent": list}, ValueError, "collate=<class 'list'>, expected 'stack', .*, or a function of all samples"),
         (None, ValueError, "collate=None, expected"),
         ({"laten": "list"}, tc.BatchError, "collate has an unknown tensor 'laten'; there are .*'odd'"),
     ],

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 
 LINES, CHARS = 330, 260  # bounds of a summary: lines, and characters of a line but the last
 
@@ -26,13 +25,12 @@ def photo(i: int) -> dict[str, Any]:
     return made | ({"alpha": np.zeros(1, "f4")} if i % 2 else {})
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("photos")
-    with tc.ShardWriter(path, max_samples=40, fsync=False, fingerprint={"model": "vae"}) as sink:
-        for i in range(100):
-            sink.write(f"{i:03d}", photo(i), json={"i": i}, **({"jpg": b""} if i < 7 else {}))
-    return path
+def others(i: int) -> dict[str, Any]:
+    return {"json": {"i": i}} | ({"jpg": b""} if i < 7 else {})
+
+
+PHOTOS = [photo(i) for i in range(100)]
+folder = folder_of(PHOTOS, members=others, max_samples=40, fingerprint={"model": "vae"})
 
 
 def test_summaries_are_printable(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 
 COUNT = 6
 LENGTHS = [2, None, 3, "no key", 1, None]  # of the mask
@@ -32,11 +32,7 @@ def sample(i: int) -> dict[str, Any]:
 
 LISTS = {"*": "list"}  # names all tensors, so every batch has them
 SAMPLES = [sample(i) for i in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("optional"), SAMPLES, max_samples=COUNT)
+folder = folder_of(SAMPLES, max_samples=COUNT)
 
 
 def listed(value: Any) -> Any:

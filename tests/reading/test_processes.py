@@ -21,16 +21,12 @@ from torch.utils.data import DataLoader, default_collate
 import wds_tensorcache as tc
 from tests.children import run_in_child, switching_often
 from tests.conftest import diffusion_sample
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 from tests.same import assert_same
 
 COUNT = 24
 WRITTEN = [diffusion_sample(i) | {"big": torch.full((9000,), float(i))} for i in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("processes"), WRITTEN, max_samples=7)
+folder = folder_of(WRITTEN, max_samples=7)
 
 
 @pytest.fixture

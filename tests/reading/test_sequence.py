@@ -17,17 +17,13 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests import strategies
 from tests.conftest import diffusion_sample
-from tests.reading.batches import assert_all_same, write
+from tests.reading.batches import assert_all_same, folder_of, write
 from tests.same import assert_same
 
 COUNT = 20
 WRITTEN = [diffusion_sample(i) for i in range(COUNT)]
 KEYS = [f"{i:03d}" for i in range(COUNT)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("sequence"), WRITTEN, max_samples=7)
+folder = folder_of(WRITTEN, max_samples=7)
 
 
 @settings(max_examples=40)

@@ -50,6 +50,11 @@ def by_tarfile_in(path: Path) -> list[tuple[str, int, int]]:
         return by_tarfile(file)
 
 
+def halves(key: str, sample: Any) -> list[tuple[str, bytes]]:
+    """Return the two members of a sample with their names."""
+    return list(zip((f"{key}.skel.pyd", f"{key}.safetensors"), tc.encode_sample(sample), strict=True))
+
+
 def build(members: list[tuple[str, bytes]]) -> bytes:
     """Return a tar with the headers that webdataset and `ShardWriter` write."""
     parts = []

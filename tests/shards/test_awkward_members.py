@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import wds_tensorcache as tc
 from tests.same import assert_same
 from tests.shards.damage import sample
-from tests.shards.tars import BLOCK, build, build_with_tarfile, pax, raw_header, record, special
+from tests.shards.tars import BLOCK, build, build_with_tarfile, halves, pax, raw_header, record, special
 
 NAME = b"byte 7: truncated.x"
 INNER = raw_header(b"777.json", b"0", b"1") + b"1".ljust(BLOCK, b"\0")
@@ -43,13 +42,9 @@ FOREIGN: dict[str, bytes] = {
 @pytest.mark.parametrize("at", [0, 3])
 def test_no_sample_is_lost(tmp_path: Path, kind: str, at: int) -> None:
     """Also not in the middle of a sample."""
-    halves = [
-        build([(f"{i:03d}.{suffix}", half)])[:-1024]
-        for i in range(4)
-        for suffix, half in zip(("skel.pyd", "safetensors"), tc.encode_sample(sample(i)), strict=True)
-    ]
+    whole = [build([half])[:-1024] for i in range(4) for half in halves(f"{i:03d}", sample(i))]
     path = tmp_path / "x.tar"
-    path.write_bytes(b"".join([*halves[:at], FOREIGN[kind], *halves[at:]]) + bytes(1024))
+    path.write_bytes(b"".join([*whole[:at], FOREIGN[kind], *whole[at:]]) + bytes(1024))
     report = tc.verify(path, num_threads=1)
     assert (report.num_samples, report.num_damaged, report.num_lost) in {(4, 0, 0), (5, 0, 0)}, report
     tc.repair(path, tmp_path / "out")
@@ -63,11 +58,8 @@ def test_no_sample_is_lost(tmp_path: Path, kind: str, at: int) -> None:
 @pytest.mark.parametrize("damage", ["flip", "zeros", "noise"])
 def test_an_extended_header_of_times_alone(tmp_path: Path, damage: str) -> None:
     """webdataset's writers put one before each member: a member that has lost it is whole."""
-    parts: list[Any] = []
-    for i in range(4):
-        for suffix, half in zip(("skel.pyd", "safetensors"), tc.encode_sample(sample(i)), strict=True):
-            parts.append((special(f"{i:03d}.{suffix}", tarfile.REGTYPE, mtime=12.5)[0], half))
-    whole = build_with_tarfile(parts, tarfile.PAX_FORMAT)
+    members = [half for i in range(4) for half in halves(f"{i:03d}", sample(i))]
+    whole = build_with_tarfile([(special(name, tarfile.REGTYPE, mtime=12.5)[0], half) for name, half in members])
     for number, begin in enumerate(at for at in range(0, len(whole), BLOCK) if whole[at + 156 : at + 157] == b"x"):
         content = bytearray(whole)
         if damage == "flip":

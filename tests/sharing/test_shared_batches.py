@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.same import assert_same
 
 COUNT = 30
@@ -51,9 +52,7 @@ def shared(tmp_path: Path, nested: Nested) -> Iterator[tc.SharedDataset]:
 
 @pytest.fixture
 def stored(tmp_path: Path, nested: Nested) -> Iterator[tc.TensorCache]:
-    with tc.ShardWriter(tmp_path / "shards" / "%03d.tar", max_samples=11, fsync=False) as writer:
-        for index in range(COUNT):
-            writer.write(str(index), nested[index])
+    write(tmp_path / "shards" / "%03d.tar", {str(index): nested[index] for index in range(COUNT)}, max_samples=11)
     with tc.open(tmp_path / "shards") as cache:
         yield cache
 

@@ -17,7 +17,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 from tests.same import tensor_bytes
 
 MIB = 1 << 20
@@ -31,15 +31,13 @@ def without_gc() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Samples of 80 and 120 KB, too large for separate memory, and a small one."""
+def sample(i: int) -> Any:
+    """A sample with tensors of 80 and 120 KB, too large for separate memory, and a small one."""
+    x, y = torch.full((20_000,), i, dtype=torch.int32), np.full((3, 10_000), i, np.float32)
+    return {"x": x, "y": y, "small": torch.full((4,), i)}
 
-    def sample(i: int) -> Any:
-        x, y = torch.full((20_000,), i, dtype=torch.int32), np.full((3, 10_000), i, np.float32)
-        return {"x": x, "y": y, "small": torch.full((4,), i)}
 
-    return write(tmp_path_factory.mktemp("arena"), [sample(i) for i in range(40)], max_samples=20)
+shards = folder_of([sample(i) for i in range(40)], max_samples=20)
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Loops that are left early: with `on_early_exit="continue"`, the next loop goes on after the last batch."""
+"""Loops that are left early: with `on_early_exit="continue"`, the next loop goes on after the last batch.
+
+Otherwise, `set_epoch` that drops the rest of an epoch says how many samples it leaves out, once.
+"""
 
 from __future__ import annotations
 
@@ -80,3 +83,35 @@ def test_a_lambda_for_spawned_workers_is_named(cache: Any, name: str) -> None:
     loader = tc.torch_loader(cache, 4, num_workers=1, multiprocessing_context="spawn", **{name: lambda *args: args[0]})
     with pytest.raises(TypeError, match=rf"^{name}= of torch_loader cannot be sent to worker processes"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
+def test_the_rest_of_an_epoch_is_named_once(cache: Any, kind: str) -> None:
+    options: dict[str, Any] = {"on_early_exit": "next_epoch", "rank": 0}
+    loader, again, ranked = (make(cache, kind, world_size=size, **options) for size in (1, 1, 2))
+    take(loader, 2)
+    take(ranked, 1)
+    again.load_state_dict(loader.state_dict())
+    for each in (loader, again, ranked):
+        with pytest.warns(UserWarning, match=r"set_epoch\(1\) leaves out 15 of the 23 samples of epoch 0"):
+            each.set_epoch(1)
+    take(loader, 2)
+    loader.set_epoch(2)  # as each epoch of a trainer that limits its batches: said already
+
+
+@pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
+@pytest.mark.parametrize("last_batch", ["short", "drop"])
+def test_nothing_is_left_out(cache: Any, kind: str, last_batch: str) -> None:
+    """After a whole epoch, before the first batch, for the same epoch again, and where a state resumes."""
+    loader = make(cache, kind, last_batch=last_batch, on_early_exit="next_epoch")
+    loader.set_epoch(3)
+    loader.set_epoch(0)
+    for epoch in (0, 1, 5):
+        loader.set_epoch(epoch)
+        take(loader, len(loader) + 1)
+    loader.set_epoch(0)  # validation: each pass is the same
+    take(loader, 2)
+    state = loader.state_dict()
+    loader.set_epoch(0)  # Lightning's sanity check uses two batches of the epoch that follows
+    loader.load_state_dict(state)
+    loader.set_epoch(0)

@@ -12,13 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import wds_tensorcache as tc
 from tests.children import finish, start
-from tests.reading.batches import write
+from tests.reading.batches import folder_of
 from tests.training.loaders import keys
 
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(tmp_path_factory.mktemp("ranks") / "data.tar", [{"x": torch.tensor(i)} for i in range(21)])
+path = folder_of([{"x": torch.tensor(i)} for i in range(21)], max_samples=21)
 
 
 def check_late(path: str, store: Path, rank: int) -> None:

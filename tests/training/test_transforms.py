@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import xxhash
 
 import wds_tensorcache as tc
-from tests.reading.batches import write
+from tests.reading.batches import folder_of, write
 
 
 def info_of(indices: Any) -> tc.BatchInfo:
@@ -276,3 +278,107 @@ def test_a_transform_that_writes_into_its_mask_does_not_change_that_of_training(
         loader = call(cache.select("x"), 22, last_batch="pad", transform=invert)
         masks = [info.is_padding.tolist() for _, info in loader.with_info()]
         assert masks == [[False] * 22, [False] + [True] * 21]
+
+
+# --- `info.mask` and `info.shapes` after `drop_text` and `sample_moments`: those of what the batch holds ---
+
+EMPTY = torch.full((2, 3), -1.0)
+DROP = tc.drop_text(0.5, {"cond.text": EMPTY}, mark="is_dropped")
+PAD = {"cond.text": tc.pad(to=8), "*": "pad"}
+
+
+def with_text(i: int) -> dict[str, Any]:
+    """A sample with a text of 3 to 6 rows; sample 7 has none."""
+    text, mean = torch.ones(3 + i % 4, 3), torch.zeros(3 + i % 4, 2)
+    return {
+        "cond": {"text": None if i == 7 else text},
+        "moments": torch.zeros(4, 2, 2),
+        "mean": mean,
+        "std": mean + 1,
+    }
+
+
+texts = folder_of([with_text(i) for i in range(16)], max_samples=16)
+
+
+@pytest.fixture
+def masked(texts: str) -> Iterator[Any]:
+    with tc.open(texts) as opened:
+        yield opened
+
+
+def lengths(batch: Any) -> list[int]:
+    """Return the number of rows that are not padding, which is 0, of each text in a batch."""
+    return [0 if text is None else int(text.any(1).sum()) for text in batch["cond"]["text"]]
+
+
+def is_right(batch: Any, info: tc.BatchInfo) -> None:
+    assert 0 < int(batch["is_dropped"].sum()) < 8
+    for each in (info, pickle.loads(pickle.dumps(info)), info.to("cpu")):
+        mask = each.mask("cond.text")
+        assert mask.sum(1).tolist() == lengths(batch)
+        assert each.shapes["cond.text"][:, 0].tolist() == lengths(batch)
+        text = batch["cond"]["text"]
+        assert mask.shape == (text.shape[:2] if isinstance(text, torch.Tensor) else (8, max(lengths(batch))))
+
+
+def pairs(how: str, cache: Any, transform: Any, collate: Any) -> list[tuple[Any, tc.BatchInfo]]:
+    options = {"collate": collate, "transform": transform}
+    if how == "StepDataset":
+        sampler = tc.StepSampler(cache, 8)
+        dataset = tc.StepDataset(sampler, with_info=True, **options)
+        return [dataset[step] for step in sampler]
+    if how == "Loader":
+        with tc.Loader(cache, 8, **options) as loader:
+            return list(loader.with_info())
+    with closing(tc.torch_loader(cache, 8, num_workers=1, **options)) as workers:
+        return list(workers.with_info())
+
+
+@pytest.mark.parametrize("way", [PAD, "pad", "list"], ids=str)
+@pytest.mark.parametrize("how", ["Loader", "StepDataset", "torch_loader"])
+def test_masks_of_loaders(masked: Any, how: str, way: Any) -> None:
+    batches = pairs(how, masked, [DROP], way)
+    assert len(batches) == 2
+    for batch, info in batches:
+        is_right(batch, info)
+
+
+def test_masks_in_other_transforms(masked: Any) -> None:
+    """A transform before `drop_text` gets the mask of the stored texts, one after it the mask of the batch."""
+
+    def mask_in(name: str) -> Callable[[Any, tc.BatchInfo], Any]:
+        return lambda batch, info: batch | {name: info.mask("cond.text").sum(1)}
+
+    for batch, info in pairs("Loader", masked, [mask_in("before"), DROP, mask_in("after")], PAD):
+        stored = [0 if i == 7 else 3 + i % 4 for i in info.indices.tolist()]
+        assert batch["before"].tolist() == stored
+        dropped = zip(stored, batch["is_dropped"], strict=True)
+        assert batch["after"].tolist() == [2 if drop else n for n, drop in dropped]
+
+
+def test_texts_that_samples_lack(masked: Any) -> None:
+    always = tc.drop_text(1, {"cond.text": EMPTY})
+    for indices, collate, expected in (([7, 7], PAD, [2, 2]), ([7, 6], "list", [0, 2])):
+        batch, info = masked.read_batch_with_info(indices, collate=collate)
+        always(batch, info)
+        assert info.mask("cond.text").sum(1).tolist() == lengths(batch) == expected
+
+
+def test_masks_after_moments(masked: Any) -> None:
+    transforms = [tc.sample_moments("moments"), tc.sample_moments("mean", "std", to="latent")]
+    for batch, info in pairs("Loader", masked, transforms, {"mean": tc.pad(to=9), "std": tc.pad(to=9), "*": "list"}):
+        for each in (info, pickle.loads(pickle.dumps(info))):
+            assert each.shapes["moments"].tolist() == [[2, 2, 2]] * 8
+            assert each.mask("moments").shape == (8, 2)
+            assert not {"mean", "std"} & set(each.shapes)
+            mask = each.mask("latent")
+            assert mask.sum(1).tolist() == [3 + i % 4 for i in info.indices.tolist()]
+            assert mask.shape == batch["latent"].shape[:2] == (8, 9)
+
+
+def test_numbers_keep_the_shapes(masked: Any) -> None:
+    batch, info = masked.read_batch_with_info(range(4), collate="list")
+    before = info.mask("cond.text").tolist()
+    tc.drop_text(1, {"cond.text": torch.tensor(2.0)})(batch, info)
+    assert info.mask("cond.text").tolist() == before

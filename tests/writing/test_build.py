@@ -8,8 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -316,21 +315,17 @@ def grouped(items: list[dict[str, Any]]) -> list[Any]:
     return [{"x": torch.full((longest + 1,), item["value"])} for item in items]
 
 
-def broken_at(name: str, stop: Callable[[], None]) -> Any:
+def broken_at(name: str, error: type[BaseException] | None) -> Any:
+    """Return a function that raises an error at an item, or without one kills the process."""
+
     def fn(items: list[dict[str, Any]]) -> list[Any]:
         if any(item["name"] == name for item in items):
-            stop()
+            if error is not None:
+                raise error
+            os.kill(os.getpid(), signal.SIGKILL)
         return grouped(items)
 
     return fn
-
-
-def stop_with(error: type[BaseException]) -> None:
-    raise error
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
@@ -340,10 +335,10 @@ def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, er
     """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
     whole = build(Numbers(), tmp_path / "whole", grouped)
     if error is None:
-        assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, kill))) == -signal.SIGKILL
+        assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, None))) == -signal.SIGKILL
     else:
         with pytest.raises(error):
-            build(kind(), tmp_path / "x", broken_at(fails_at, partial(stop_with, error)))
+            build(kind(), tmp_path / "x", broken_at(fails_at, error))
         assert len(tc.open(tmp_path / "x")) == int(fails_at[1:]) // 4 * 4
     cache = build(kind(), tmp_path / "x", grouped)
     assert list(cache.keys()) == list(whole.keys())
@@ -382,6 +377,12 @@ def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, er
         (Numbers(), {"rank": 0, "world_size": 2, "footer": False}, ValueError, "ranks need the footers"),
         (Numbers(), {"rank": 2, "world_size": 2}, ValueError, r"rank=2 out of range \[0, 2\)"),
         (Numbers(), {"rank": 1}, ValueError, "pass both or neither"),
+        (
+            Numbers(),
+            {"rank": 0, "world_size": 2, "out": "single.tar"},
+            ValueError,
+            "a pattern with a number such as %06d",
+        ),
         (Numbers(), {"footer": False, "manifest": False}, ValueError, "the fingerprint needs one of the two"),
     ],
 )
@@ -390,7 +391,8 @@ def test_bad_arguments(tmp_path: Path, source: Any, options: dict[str, Any], err
         raise AssertionError("computed")
 
     with pytest.raises(error, match=message):
-        build(source, tmp_path, fn, **options)
+        build(source, tmp_path / options.pop("out", ""), fn, **options)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_of_other_shards(tmp_path: Path) -> None:

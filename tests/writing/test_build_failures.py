@@ -24,7 +24,7 @@ import wds_tensorcache as tc
 from tests.children import finish, run_in_child, start
 from tests.cli.command import json_of, run
 from tests.kills import compare, is_killed, stop_at
-from tests.writing.test_build import counted, stop_with
+from tests.writing.test_build import counted
 
 COUNT = 23
 BROKEN = (0, 6, 7, 11, 22)
@@ -340,9 +340,14 @@ def test_keys_that_look_like_positions(tmp_path: Path) -> None:
         def __getitem__(self, i: int) -> dict[str, Any]:
             return super().__getitem__(i) | {"__key__": f"{count - 1 - i:09d}"}
 
+    def interrupted(items: list[dict[str, Any]]) -> Any:
+        if items[-1]["value"] > 200:
+            raise KeyboardInterrupt
+        return double(items)
+
     texts, out = Reversed(tmp_path / "texts", count, broken=(0,)), tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        build(texts, out, lambda items: stop_with(KeyboardInterrupt) if items[-1]["value"] > 200 else double(items))
+        build(texts, out, interrupted)
     assert len(build_broken(texts, out).failures) == 1
     check(out, {f"{count - 1 - i:09d}": i for i in range(1, count)})
 

@@ -212,8 +212,6 @@ def test_ranks_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "a" / "r1of2-000000.tar").exists()
     build(Numbers(), tmp_path / "b", keys=key, rank=0, world_size=1).close()
     assert len(tc.open(tmp_path / "b" / "00000*.tar")) == COUNT
-    with pytest.raises(ValueError, match="pass both or neither"):
-        build(Numbers(), tmp_path / "c", rank=1)
 
 
 def test_ranks_without_items(tmp_path: Path) -> None:
@@ -231,21 +229,6 @@ def test_ranks_without_items(tmp_path: Path) -> None:
     for source in ([], iter([])):
         with pytest.raises(ValueError, match="the source has no items"):
             build(source, tmp_path / "none", rank=1, world_size=3)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"out": "single.tar"}, "a pattern with a number such as %06d"),
-        ({"footer": False}, "ranks need the footers"),
-        ({"rank": 2}, r"rank=2 out of range \[0, 2\)"),
-    ],
-)
-def test_bad_arguments_of_ranks(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    out = tmp_path / options.pop("out", "out")
-    with pytest.raises(ValueError, match=message):
-        build(Numbers(), out, **{"rank": 0, "world_size": 2} | options)
-    assert os.listdir(tmp_path) == []
 
 
 def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:
