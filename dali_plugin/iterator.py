@@ -88,7 +88,11 @@ class TensorCacheIterator:
         return self
 
     def reset(self) -> None:
-        """Begin the next epoch when the current epoch is over."""
+        """Begin the next epoch if all batches of the current epoch were returned; otherwise do nothing."""
+        if self._iteration == self._source.num_batches:
+            next(self, None)  # ends the epoch
+        if not self._is_over:
+            return
         if not self._has_stopped and self._source.num_surplus is None:
             self._build()
             try:

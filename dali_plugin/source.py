@@ -269,10 +269,13 @@ class TensorCacheSource(BatchSource):
 
         Raises:
             StopIteration: The epoch is over.
-            TypeError: DALI does not pass a `BatchInfo`, because `batch_info=True` is missing.
+            TypeError: DALI does not pass a `BatchInfo`, because `batch=True` or `batch_info=True` is missing.
         """
-        if not hasattr(info, "epoch_idx"):
-            raise TypeError("fn.external_source(source, …) needs batch_info=True; without a pipeline use source.batch")
+        if not hasattr(info, "epoch_idx") or hasattr(info, "idx_in_batch"):
+            problem = f"DALI passed {type(info).__name__}, not BatchInfo"
+            raise TypeError(
+                f"{problem}; use fn.external_source(source, batch=True, batch_info=True, …), or source.batch"
+            )
         if info.iteration >= len(self):
             raise StopIteration
         if not self._num_threads:
