@@ -88,7 +88,11 @@ class TensorCacheIterator:
         return self
 
     def reset(self) -> None:
-        """Begin the next epoch when the current epoch is over."""
+        """Begin the next epoch if all batches of the current epoch were returned; otherwise do nothing."""
+        if self._iteration == self._source.num_batches:
+            next(self, None)  # ends the epoch
+        if not self._is_over:
+            return
         if not self._has_stopped and self._source.num_surplus is None:
             self._build()
             try:
@@ -126,7 +130,8 @@ class TensorCacheIterator:
             RuntimeError: A pipeline has no checkpoints; or a source is a stream, which cannot resume in the middle of an epoch
                 (use `tc.ResumablePipeline` for that).
         """
-        if self._source.settings is None:
+        settings = [pipe.source.settings for pipe in self._pipes]
+        if None in settings:
             raise RuntimeError(
                 "a stream cannot resume in the middle of an epoch; tc.ResumablePipeline can, but only without DALI"
             )
@@ -139,7 +144,7 @@ class TensorCacheIterator:
             "checkpoints": checkpoints,
             "over": self._is_over,
             "iteration": self._iteration,
-            "settings": [pipe.source.settings for pipe in self._pipes],
+            "settings": settings,
             "last_numbers": [pipe.source.last_number for pipe in self._pipes],
         }
 
@@ -148,10 +153,12 @@ class TensorCacheIterator:
 
         Raises:
             RuntimeError: The pipelines are already built; DALI restores the state of a pipeline only while building it.
-            ValueError: The state belongs to other samples, or to batches in another order.
+            ValueError: The state belongs to other samples, to batches in another order, or to another number of pipelines.
         """
         if self._is_built or any(getattr(pipe.pipeline, "_built", False) for pipe in self._pipes):
             raise RuntimeError("the pipelines are built already; load the state into an iterator over new pipelines")
+        if len(state["settings"]) != len(self._pipes):
+            raise ValueError(f"the state belongs to {len(state['settings'])} pipelines, not {len(self._pipes)}")
         for pipe, settings in zip(self._pipes, state["settings"], strict=True):
             expected = pipe.source.settings or {}
             for name in expected | settings:

@@ -38,6 +38,7 @@ class NativeReader(BatchSource):
     """The source that `fn.native_reader` creates. The docstring of `native_reader` describes the arguments."""
 
     num_batches: int
+    _steps: dict[str, Any]
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class NativeReader(BatchSource):
                 "last_batch='wrap': DALI's reader can only repeat the last sample; expected 'short', 'pad' or 'drop'"
             )
         self._open(paths, tensors, members, steps)
-        self._steps, self.settings = steps, {**(self.settings or {}), "native": True}
+        self._steps = {**self._steps, "native": True}
         count, world_size, batch_size = len(self.cache), steps["world_size"], steps["batch_size"]
         if count < world_size:
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")

@@ -37,7 +37,7 @@ class BatchSource:
     num_surplus: int | None = None  # batches that DALI returns after an epoch; None if StopIteration ends it
     schema: dict[str, Carrier]  # the tensors as they leave a pipeline
     as_float: tuple[str, ...] = ()  # tensors that `fn.tensorcache` converts to float32
-    settings: dict[str, Any] | None = None  # a checkpoint fits if these are equal; None if there can be no checkpoint
+    _steps: dict[str, Any] | None = None  # the arguments of the steps; None if there can be no checkpoint
     last_number = -1  # last sample index returned, for a reader that repeats it; part of checkpoints
     _shown: str
     _kept: deque[tuple[Array, Any, Any]]  # sample indices, request and batch
@@ -64,7 +64,7 @@ class BatchSource:
             if (count := counts.get(name, len(self.cache))) < len(self.cache):
                 raise tc.BatchError(f"{count} of {len(self.cache)} samples have {name!r}, {_REMEDY}")
         self.batch_size, self.num_batches = steps["batch_size"], len(self._sampler)
-        self.settings = {"samples": len(self.cache), "order": 2, **steps}  # version 1 of the order had no number
+        self._steps = {"order": 2, **steps}  # version 1 of the order had no number
         self._shown = self._sampler._shown
 
     def __repr__(self) -> str:
@@ -80,6 +80,11 @@ class BatchSource:
     def outputs(self) -> list[str]:
         """Names of a batch's parts, in order."""
         return [*self.tensors, *self.members, NUMBER]
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """Samples and steps of this source. A checkpoint fits if they are equal; None if there can be no checkpoint."""
+        return self._steps and {"samples": self._sampler._plan.dataset, **self._steps}
 
     @property
     def num_outputs(self) -> int:
@@ -269,10 +274,13 @@ class TensorCacheSource(BatchSource):
 
         Raises:
             StopIteration: The epoch is over.
-            TypeError: DALI does not pass a `BatchInfo`, because `batch_info=True` is missing.
+            TypeError: DALI does not pass a `BatchInfo`, because `batch=True` or `batch_info=True` is missing.
         """
-        if not hasattr(info, "epoch_idx"):
-            raise TypeError("fn.external_source(source, …) needs batch_info=True; without a pipeline use source.batch")
+        if not hasattr(info, "epoch_idx") or hasattr(info, "idx_in_batch"):
+            problem = f"DALI passed {type(info).__name__}, not BatchInfo"
+            raise TypeError(
+                f"{problem}; use fn.external_source(source, batch=True, batch_info=True, …), or source.batch"
+            )
         if info.iteration >= len(self):
             raise StopIteration
         if not self._num_threads:

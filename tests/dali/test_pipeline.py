@@ -163,7 +163,16 @@ def test_mistakes(cache: Any) -> None:
             ValueError,
             "pass names of tensors as tensors=",
         ),
-        (lambda: tuple(dali.fn.external_source(source, num_outputs=2)), TypeError, "needs batch_info=True"),
+        (
+            lambda: tuple(dali.fn.external_source(source, num_outputs=2)),
+            TypeError,
+            "int, not BatchInfo; .*batch_info=True",
+        ),
+        (
+            lambda: tuple(dali.fn.external_source(source, num_outputs=2, batch=False)),
+            TypeError,
+            "SampleInfo, not BatchInfo; .*batch=True",
+        ),
     ):
         with pytest.raises(error, match=message):
             pipeline(nodes).run()

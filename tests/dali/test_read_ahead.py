@@ -92,6 +92,21 @@ def test_epochs_and_abandoned_loops(cache: Any) -> None:
         assert numbers == [batch["id"].tolist() for batch in expected]
 
 
+@pytest.mark.parametrize("nodes", ["tensorcache", "native_reader"])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_reset_begins_an_epoch_only_after_the_last_batch(cache: Any, nodes: str, depth: int) -> None:
+    reader = getattr(dali_plugin.fn, nodes)
+    made = pipeline(lambda: reader(cache, tensors=["scalar"], last_batch="pad"), prefetch_queue_depth=depth)
+    iterator = dali_plugin.TensorCacheIterator(made)
+    epoch = [(0, 0), (6, 0), (12, 0), (18, 4)]  # the first sample of each batch, and how many rows are padding
+    for num_taken in range(5):
+        for _, batch in zip(range(num_taken), iterator, strict=False):
+            assert batch["id"][0] < COUNT
+        iterator.reset()
+        rest = [(batch["id"][0], int(iterator.is_padding.sum())) for batch in iterator]
+        assert rest == epoch[num_taken % 4 :]
+
+
 @pytest.mark.parametrize("name", ["scalar", "cond.0.0", None])
 def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str | None) -> None:
     """Without the garbage collector: the batches of a source may take gigabytes of page-locked memory."""

@@ -72,11 +72,13 @@ def test_resumed_at_an_epochs_end(cache: Any, native: bool) -> None:
 
 
 def test_states_that_do_not_fit(cache: Any) -> None:
-    def begun(batch_size: int = 6, **options: Any) -> Any:
-        made = pipeline(
-            lambda: dali_plugin.fn.tensorcache(cache, ["scalar"], **options), batch_size, enable_checkpointing=True
+    def new_pipeline(batch_size: int = 6, view: Any = cache, **options: Any) -> Any:
+        return pipeline(
+            lambda: dali_plugin.fn.tensorcache(view, ["scalar"], **options), batch_size, enable_checkpointing=True
         )
-        return dali_plugin.TensorCacheIterator(made)
+
+    def begun(*args: Any, **options: Any) -> Any:
+        return dali_plugin.TensorCacheIterator(new_pipeline(*args, **options))
 
     first = begun()
     next(first)
@@ -86,6 +88,8 @@ def test_states_that_do_not_fit(cache: Any) -> None:
         (begun(shuffle=True), "shuffle=False, not True"),
         (begun(rank=0, world_size=2), "world_size=1, not 2"),
         (begun(last_batch="drop"), "last_batch='short', not 'drop'"),
+        (begun(view=cache[[*range(19, -1, -1)]]), "samples='20 samples, keys .*', not '20 samples, keys"),
+        (dali_plugin.TensorCacheIterator([new_pipeline(), new_pipeline()]), "1 pipelines, not 2"),
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
