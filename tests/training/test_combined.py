@@ -130,9 +130,8 @@ def test_by_length(cache: Any, tmp_path: Any) -> None:
                 tc.Loader(scalars, 4, bucket_by=unknown)
         with pytest.raises(KeyError, match="sample 'b' has no tensor 'y'") as caught:
             tc.Loader(mix={"all": cache, "few": scalars}, batch_size=4, bucket_by="y")
-        assert getattr(caught.value, "__notes__", ["this is the cache 'few' of mix="]) == [
-            "this is the cache 'few' of mix="
-        ]
+        if hasattr(caught.value, "add_note"):
+            assert caught.value.__notes__ == ["this is the cache 'few' of mix="]
 
 
 def test_orders_are_what_they_were(cache: Any, more: Any) -> None:
