@@ -53,7 +53,7 @@ INVALID = {
     "no shardlist": (document(shardlist=None), "shardlist is None, expected a list"),
     "a bool": (shardlist(nsamples=True), r"shardlist\[1\]: nsamples is True, expected a non-negative integer"),
     "digest is short": (shardlist(index="12"), r"shardlist\[1\]: index is '12', expected 16 hexadecimal digits"),
-    "empty": ("", f"{NOT_JSON}Expecting value"),
+    "empty": ("", f"{NOT_JSON}Expecting value.*; copy it again, or move it out .*, and then run `tensorcache index`"),
     "deep": ("[" * 100_000, f"{NOT_JSON}maximum recursion depth"),
     "not UTF-8": (b"\xff\xfe{}", f"{NOT_JSON}'utf-8' codec"),
     "of a web app": (WEB_APP, r"not a manifest of shards, .*'icons'\), perhaps of another program"),

@@ -128,6 +128,10 @@ def test_by_length(cache: Any, tmp_path: Any) -> None:
         for unknown in ("yy", tc.by_length("yy", [1])):
             with pytest.raises(KeyError, match="unknown tensor 'yy'; there are "):
                 tc.Loader(scalars, 4, bucket_by=unknown)
+        with pytest.raises(KeyError, match="sample 'b' has no tensor 'y'") as caught:
+            tc.Loader(mix={"all": cache, "few": scalars}, batch_size=4, bucket_by="y")
+        if hasattr(caught.value, "add_note"):
+            assert caught.value.__notes__ == ["this is the cache 'few' of mix="]
 
 
 def test_orders_are_what_they_were(cache: Any, more: Any) -> None:

@@ -227,7 +227,8 @@ def _parse_manifest(content: bytes) -> tuple[list[ShardEntry], dict[str, Any]]:
     try:
         document = parse_json(content)
     except (ValueError, RecursionError) as exc:
-        raise FormatError(f"expected a manifest, but the file is not JSON: {exc}", kind="index") from exc
+        remedy = "copy it again, or move it out of the folder, and then run `tensorcache index` on the folder"
+        raise FormatError(f"expected a manifest, but the file is not JSON: {exc}; {remedy}", kind="index") from exc
     keys = list(document) if isinstance(document, dict) else []
     if not {"shardlist", "wids_version", "__kind__", _OURS}.intersection(keys):
         content_shown = f"keys {list_names(keys)}" if isinstance(document, dict) else f"a {type(document).__name__}"

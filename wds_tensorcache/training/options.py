@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from wds_tensorcache.arguments import as_int
-from wds_tensorcache.errors import list_names
+from wds_tensorcache.errors import add_note, list_names
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.seeds import stream_seed
 from wds_tensorcache.training.buckets import block_sizes, buckets_of
@@ -50,9 +50,9 @@ def split_mix(mix: Any) -> tuple[list[Any], dict[str, Any] | None]:
     if values and all(isinstance(value, Cache) for value in values):
         return values, None
     if not values or not all(isinstance(value, tuple) and len(value) == 2 for value in values):
-        raise ValueError(
-            f"mix={mix!r:.200}, expected {{'a': (cache, 0.7), 'b': (other, 0.3)}} with weights, or {{'a': cache, 'b': other}}"
-        )
+        types = {name: type(value).__name__ for name, value in mix.items()} if values else type(mix).__name__
+        expected = "{'a': (cache, 0.7), 'b': (other, 0.3)} with weights, or {'a': cache, 'b': other}"
+        raise ValueError(f"mix= has the types {types}, expected {expected}")
     return [cache for cache, _ in values], {name: weight for name, (_, weight) in mix.items()}
 
 
@@ -85,7 +85,12 @@ def make_streams(
     """Return a stream for each cache, or for each of its buckets; `names` are the names in `mix`."""
     streams: list[Stream] = []
     for source, cache in enumerate(caches):
-        buckets: dict[Any, Any] = {None: None} if bucket_by is None else buckets_of(cache, bucket_by)
+        try:
+            buckets: dict[Any, Any] = {None: None} if bucket_by is None else buckets_of(cache, bucket_by)
+        except Exception as exc:
+            if names is not None:
+                add_note(exc, f"this is the cache {names[source]!r} of mix=")
+            raise
         for label, members in buckets.items():
             order: Any
             order_seed = stream_seed(seed, "order", len(streams))
