@@ -241,7 +241,9 @@ def bind_cancel(cancel: Cancel) -> Iterator[None]:
 def check_cancelled() -> None:
     """Raise CancelledError if the current request was cancelled, or if the interpreter ends."""
     cancel = getattr(_local, "cancel", None)
-    if _exit.is_set or (cancel is not None and cancel.is_set):
+    # the main thread itself makes the requests of functions of `atexit`, after the threads of all executors have ended
+    is_ending = _exit.is_set and threading.current_thread() is not threading.main_thread()
+    if is_ending or (cancel is not None and cancel.is_set):
         raise CancelledError
 
 
@@ -264,6 +266,13 @@ def end_overdue() -> None:
                 socket.socket.shutdown(getattr(sock, "socket", sock), socket.SHUT_RDWR)
 
 
+def _cancel_all() -> None:
+    """Cancel all requests, unless the interpreter waits for a thread of the caller, which may need them."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+    if all(thread.name.startswith("tensorcache") for thread in others):
+        _exit.set()
+
+
 def timeout_s() -> float:
     """Return the time limit of a short request with its retries, in seconds.
 
@@ -282,7 +291,7 @@ def timeout_s() -> float:
     return limit
 
 
-# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. It calls `_exit.set` before
-# it waits, because `concurrent.futures`, which `threads` imports, has registered its function earlier.
+# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. It calls `_cancel_all`
+# before it waits, because `concurrent.futures`, which `threads` imports, has registered its function earlier.
 with suppress(RuntimeError):  # the main thread has ended
-    threading._register_atexit(_exit.set)  # type: ignore[attr-defined]
+    threading._register_atexit(_cancel_all)  # type: ignore[attr-defined]
