@@ -77,6 +77,20 @@ for step in steps:
     assert not whole & {"nvidia", "ray", "fsspec", "boto3", "matplotlib", "PIL", "dali_plugin"}
 
 
+def test_the_first_array_imports_nothing() -> None:
+    """A child that is forked while another thread imports a module waits forever when it imports that module, too."""
+    script = """
+import sys, numpy, torch
+import wds_tensorcache as tc
+tc.encode_sample({"x": torch.ones(2)})
+before = set(sys.modules)
+tc.encode_sample({"x": numpy.ones(2)})
+print(*sorted(set(sys.modules) - before))
+"""
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "\n"
+
+
 @cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())

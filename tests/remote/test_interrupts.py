@@ -64,6 +64,34 @@ def test_ctrl_c(http_server: HttpServer, url: str, monkeypatch: pytest.MonkeyPat
     assert running.returncode == -signal.SIGINT
 
 
+AT_EXIT = """
+import atexit, sys, threading
+import wds_tensorcache as tc
+
+cache = tc.open(sys.argv[1])
+
+def read(name):
+    for i in range(40):
+        assert cache[i]["x"][0] == i
+    for batch in tc.Loader(cache, batch_size=10):
+        pass
+    print(name, batch["x"][:, 0].tolist())
+
+begun = threading.Event()
+threading.Thread(target=lambda: (begun.set(), read("thread"))).start()
+begun.wait()
+atexit.register(read, "atexit")
+"""
+
+
+def test_reads_after_the_end_of_the_main_thread(http_server: HttpServer, url: str) -> None:
+    """A thread for which the interpreter waits goes on reading, and functions of `atexit` read, as from local shards."""
+    http_server.set(latency_s=0.01)
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT, url], check=False, capture_output=True, text=True)
+    last = list(range(30, 40))
+    assert (ended.stdout, ended.stderr, ended.returncode) == (f"thread {last}\natexit {last}\n", "", 0)
+
+
 def test_the_first_error_ends_the_rest(http_server: HttpServer, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also requests that stall, and those that wait for a pause; otherwise this would take an hour."""
     monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "3600")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -165,6 +167,23 @@ def test_evicted_between_two_reads(folder: Path, server: HttpServer, tmp_path: P
                 os.ftruncate(fd, 0)
                 os.close(fd)
         assert set(blocks(server.log()).values()) == {4}
+
+
+def test_files_that_become_read_only_after_they_were_filled(folder: Path, server: HttpServer, tmp_path: Path) -> None:
+    """As after a fault of the disk, when the system makes it read-only: their blocks are still read."""
+    with tc.open(server.url, cache_dir=tmp_path / "cache") as cache, tc.open(folder) as local:
+        epoch(cache, local, 0)
+        files = list((tmp_path / "cache").glob(f"*{SUFFIX}"))
+        changed = subprocess.run(["chattr", "+i", *files], check=False, capture_output=True, text=True)
+        try:
+            if changed.returncode:
+                pytest.skip(f"needs the right to make files immutable: {changed.stderr.strip()}")
+            server.log()
+            time.sleep(1)  # uses of a file are noted once a second
+            epoch(cache, local, 1)
+            assert not server.log()
+        finally:
+            subprocess.run(["chattr", "-i", *files], check=False, capture_output=True)
 
 
 def test_a_changed_shard_is_refused_and_never_mixed(folder: Path, server: HttpServer, tmp_path: Path) -> None:

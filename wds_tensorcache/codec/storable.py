@@ -141,9 +141,10 @@ def _why_not_tensor(tensor: torch.Tensor) -> str | None:
 
 
 def _why_not_array(array: Array) -> str | None:
-    if isinstance(array, np.ma.MaskedArray):
-        return "a masked array cannot be stored; store x.data and x.mask"
     if type(array) is not np.ndarray and type(array) is not np.memmap:
+        # only here: `np.ma` is imported by its first use, and a child that is forked during that would wait for it forever
+        if isinstance(array, np.ma.MaskedArray):
+            return "a masked array cannot be stored; store x.data and x.mask"
         return f"array subclass {type(array).__name__} cannot be stored; store np.asarray(x)"
     if numpy_true_dtype(array.dtype) is None:
         return f"an array of {array.dtype} cannot be stored; convert it with x.astype, or store x.tolist()"

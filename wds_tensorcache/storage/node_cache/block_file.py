@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from contextlib import suppress
 
 from wds_tensorcache.storage.files import Descriptor, ShardFile
 from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, is_owned
@@ -171,4 +172,5 @@ class BlockFile(ShardFile):
         """Mark the file as used by setting its mtime, at most once a second."""
         if now_s - self._used_s >= 1:
             self._used_s = now_s
-            os.utime(self.fd)
+            with suppress(OSError):  # the file system has become read-only, or is full
+                os.utime(self.fd)

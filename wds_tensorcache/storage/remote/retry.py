@@ -234,12 +234,11 @@ def bind_cancel(cancel: Cancel) -> Iterator[None]:
 
 def check_cancelled() -> None:
     """Raise CancelledError if the current request was cancelled, or if the interpreter ends."""
-    if _is_cancelled(getattr(_local, "cancel", None)):
+    cancel = getattr(_local, "cancel", None)
+    # the main thread itself makes the requests of functions of `atexit`, after the threads of all executors have ended
+    is_ending = _exit.is_set() and threading.current_thread() is not threading.main_thread()
+    if is_ending or (cancel is not None and cancel.is_set()):
         raise CancelledError
-
-
-def _is_cancelled(cancel: Cancel | None) -> bool:
-    return _exit.is_set() or (cancel is not None and cancel.is_set())
 
 
 def sleep(seconds: float) -> None:
@@ -254,11 +253,18 @@ def end_overdue() -> None:
     """Shut down the sockets of requests that are cancelled or exceed their time limits, which ends their reads."""
     now = time.monotonic()
     for request in _in_flight().copy():
-        sock = request.sock
-        if sock is not None and (_is_cancelled(request.cancel) or now > request.deadline):
+        cancel, sock = request.cancel, request.sock
+        if sock is not None and (_exit.is_set() or (cancel is not None and cancel.is_set()) or now > request.deadline):
             with suppress(OSError):
                 # not SSLSocket.shutdown, after which reads return encrypted bytes
                 socket.socket.shutdown(getattr(sock, "socket", sock), socket.SHUT_RDWR)
+
+
+def _cancel_all() -> None:
+    """Cancel all requests, unless the interpreter waits for a thread of the caller, which may need them."""
+    waited_for = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
+    if all(thread.name.startswith("tensorcache") for thread in waited_for):
+        _exit.set()
 
 
 def timeout_s() -> float:
@@ -279,7 +285,7 @@ def timeout_s() -> float:
     return limit
 
 
-# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. It calls `_exit.set` before
-# it waits, because `concurrent.futures`, which `threads` imports, has registered its function earlier.
+# The interpreter waits for the threads of all executors before it calls the functions of `atexit`. It calls `_cancel_all`
+# before it waits, because `concurrent.futures`, which `threads` imports, has registered its function earlier.
 with suppress(RuntimeError):  # the main thread has ended
-    threading._register_atexit(_exit.set)  # type: ignore[attr-defined]
+    threading._register_atexit(_cancel_all)  # type: ignore[attr-defined]
