@@ -75,10 +75,10 @@ def test_snapshots(cache: Any) -> None:
 
 def test_an_earlier_epoch_discards_a_loaded_state(cache: Any) -> None:
     options = {"cache": cache}
-    whole, loader = expected(options, 1), begun(options, 0)
-    infos(loader)
+    loader = begun(options, 0)
+    whole = infos(loader)
     next(iter(loader))
     again = begun(options, 0, loader.state_dict())
     again.sampler.set_epoch(0)
     with pytest.warns(UserWarning, match=r"set_epoch\(0\) discards the loaded state, which resumes in epoch 1"):
-        assert infos(again) == whole[0]
+        assert [(epoch, keys) for epoch, _, keys in infos(again)] == [(epoch, keys) for epoch, _, keys in whole]
