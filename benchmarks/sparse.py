@@ -42,4 +42,4 @@ def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
             file.write(build_footer(replace(first, keys=keys)))
     entries = {path.name: ShardEntry(path.name, per_shard, path.stat().st_size) for path in paths}
     counts = {name: {"": per_shard} for name in entries}
-    Manifest(entries, counts).write(str(folder / "manifest.json"), fsync=False)
+    (folder / "manifest.json").write_bytes(Manifest(entries, counts).build())
