@@ -116,9 +116,10 @@ def _open(title: str, stores: Path, part: int) -> list[str]:
     workload, samples = _samples(case.store, part)
     size = min(case.batch_size, workload.count)
     workload = replace(workload, timed=workload.count // size * size, batch_size=size)
-    has_ceilings = STORES[case.store][1] <= 300  # each shard is an open file
-    context = Context(workload, samples, [], stores / case.store, {}, is_quick=part > 1, has_ceilings=has_ceilings)
-    context.peers += [peer for peer in everyone if context.store(peer).exists() and peer.name != _TENSORDICT]
+    is_many = STORES[case.store][1] > 4  # ceilings open each shard, and each cache of 3968093 up to 512 descriptors
+    context = Context(workload, samples, [], stores / case.store, {}, is_quick=part > 1, has_ceilings=not is_many)
+    chosen = [peer for peer in everyone if peer.name == NAME] if is_many else everyone
+    context.peers += [peer for peer in chosen if context.store(peer).exists() and peer.name != _TENSORDICT]
     atexit.register(context.stack.close)
     _rows.update(SCENARIOS[case.scenario](context))
     return list(_rows)

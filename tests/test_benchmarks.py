@@ -102,7 +102,7 @@ def test_the_script_for_gpus_runs_without_one(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_two_states_are_compared(tmp_path: Path) -> None:
     """This one with itself; each row checks the values that it reads."""
-    chosen = ("--base", ROOT, "--quick", "--only", "450 KB x 32, 300 shards")
+    chosen = ("--base", ROOT, "--quick", "--only", "1.5 KB x 32")
     output = _run(sys.executable, "-m", "benchmarks.core", *chosen, TMPDIR=str(tmp_path))
     rows = [line.split(" | ") for line in output.splitlines()[2:]]
     assert [row for _, row, *_ in rows] == [
