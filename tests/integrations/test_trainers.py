@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import wds_tensorcache as tc
-from tests.integrations.trainers import QUIET, SkippableLoader, models, pl, resume_loaders
+from tests.integrations.trainers import QUIET, SkippableLoader, models, moving, pl, resume_loaders
 from tests.reading.batches import write
 
 accelerate: Any = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
@@ -29,9 +29,7 @@ COUNT = 11
 
 
 def move_by_lightning(batch: Any, device: torch.device) -> Any:
-    from lightning.fabric.utilities import move_data_to_device
-
-    return move_data_to_device(batch, device)
+    return moving.move_data_to_device(batch, device)
 
 
 MOVERS: dict[str, Any] = {"lightning": move_by_lightning, "accelerate": send_to_device}
