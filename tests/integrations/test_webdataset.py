@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -110,6 +112,18 @@ def broken(tmp_path: Path, how: str) -> str:
     }
     members = [*cases[how], ("l.safetensors", d), ("l.skel.pyd", c)]
     return write_members(tmp_path / "bad.tar", members)
+
+
+def test_an_error_closes_the_shard(tmp_path: Path) -> None:
+    path = broken(tmp_path, "other half")
+    gc.disable()
+    try:
+        with pytest.raises(tc.FormatError, match="do not belong together"):
+            read(path)
+        opened = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
+        assert os.path.realpath(path) not in opened
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

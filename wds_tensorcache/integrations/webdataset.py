@@ -152,17 +152,22 @@ class Decode:
         return self._decode(samples) if isinstance(samples, dict) else self._iterate(samples)
 
     def _iterate(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        for sample in samples:
-            try:
-                decoded = self._decode(sample)
-            except Exception as exc:  # the handler decides, as in all stages of webdataset
-                if self.handler(exc):
-                    continue
-                break
-            # free this sample before the next sample is read, for less memory and warm CPU caches
-            del sample
-            yield decoded
-            del decoded
+        try:
+            for sample in samples:
+                try:
+                    decoded = self._decode(sample)
+                except Exception as exc:  # the handler decides, as in all stages of webdataset
+                    if self.handler(exc):
+                        continue
+                    break
+                # free this sample before the next sample is read, for less memory and warm CPU caches
+                del sample
+                yield decoded
+                del decoded
+        finally:
+            del (
+                samples
+            )  # webdataset's handlers keep an error in a cycle with this frame, which would keep the shard open
 
     def _decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
