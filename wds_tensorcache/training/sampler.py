@@ -239,7 +239,6 @@ class StepSampler(DistributedSampler[Step]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
-        If the state is in a later epoch, `set_epoch` warns, because the state is discarded.
 
         With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, and `epoch` is
         not 0, `set_epoch` warns. If the sampler is at the beginning of that epoch, nothing changes. Without weights, it warns
@@ -257,8 +256,6 @@ class StepSampler(DistributedSampler[Step]):
         if self._continues and before.step:
             return
         self._requested_epoch = epoch
-        if self._is_resumed:
-            warn_of_earlier_epoch(epoch, before.epoch)
         is_there = epoch == before.epoch and (self._is_resumed or not before.used)
         if not is_there:
             if self._plan.weights.caches is not None and epoch and not any(before.counts):
@@ -332,17 +329,6 @@ class StepSampler(DistributedSampler[Step]):
         plan = self._plan
         names = [stream.name for stream in plan.streams]
         return StepReader(plan.caches, names, plan.seed, Alternatives.for_caches(choose, plan.caches))
-
-
-def warn_of_earlier_epoch(epoch: int, loaded: int) -> None:
-    """Warn that `set_epoch(epoch)` discards a loaded state, which resumes in the later epoch `loaded`."""
-    if epoch < loaded:
-        warnings.warn(
-            f"set_epoch({epoch}) discards the loaded state, which resumes in epoch {loaded}, so samples of epoch {epoch} are "
-            f"used again. To resume, begin the loop over epochs at {loaded}. Lightning Fabric's setup_dataloaders begins it "
-            "at 0: use a tc.Loader without setup_dataloaders",
-            stacklevel=user_level(),
-        )
 
 
 def show_step_options(function: _Function) -> _Function:
@@ -426,7 +412,6 @@ class _StepIterator(Iterator[Step]):
         if requested is None or requested == position.epoch:
             self._leave()
             return
-        warn_of_earlier_epoch(requested, position.epoch)
         begin = replace(plan.next_epoch(position), epoch=requested)
         if plan.is_over(position):  # no step of the state's epoch remains
             sampler._move(begin, is_elsewhere=True)
