@@ -96,8 +96,8 @@ def test_epochs_and_abandoned_loops(cache: Any) -> None:
 @pytest.mark.parametrize("depth", [1, 4])
 def test_reset_begins_an_epoch_only_after_the_last_batch(cache: Any, nodes: str, depth: int) -> None:
     reader = getattr(dali_plugin.fn, nodes)
-    made = pipeline(lambda: reader(cache, tensors=["scalar"], last_batch="pad"), prefetch_queue_depth=depth)
-    iterator = dali_plugin.TensorCacheIterator(made)
+    pipe = pipeline(lambda: reader(cache, tensors=["scalar"], last_batch="pad"), prefetch_queue_depth=depth)
+    iterator = dali_plugin.TensorCacheIterator(pipe)
     epoch = [(0, 0), (6, 0), (12, 0), (18, 4)]  # the first sample of each batch, and how many rows are padding
     for num_taken in range(5):
         for _, batch in zip(range(num_taken), iterator, strict=False):

@@ -165,9 +165,8 @@ class Decode:
                 yield decoded
                 del decoded
         finally:
-            del (
-                samples
-            )  # webdataset's handlers keep an error in a cycle with this frame, which would keep the shard open
+            # webdataset's handlers keep an error in a cycle with this frame, which would keep the shard open
+            del samples
 
     def _decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
