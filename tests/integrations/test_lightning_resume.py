@@ -251,16 +251,40 @@ def test_resumed_twice_at_an_epochs_end(cache: Any, tmp_path: Path, saved: str, 
     assert (resumed.global_step, resumed.current_epoch) == (trainer.global_step, trainer.current_epoch)
 
 
-def test_a_shorter_loader_that_begins_again_is_no_error(cache: Any, tmp_path: Path) -> None:
-    """Lightning repeats the shorter of two loaders within an epoch, so their batches are not those that it counts."""
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
+def test_a_shorter_loader(cache: Any, tmp_path: Path, mode: str, kind: str) -> None:
+    """Within an epoch, Lightning repeats the shorter of two loaders, takes None for its batches, or ends the epoch early."""
 
+    class Both(models.BatchesModel):  # type: ignore[misc]
+        def training_step(self, batches: Any, number: int) -> torch.Tensor:
+            self.seen.append([batch and batch["x"][:, 0].int().tolist() for batch in batches])
+            return self.layer(batches[0]["x"]).mean()  # type: ignore[no-any-return]
+
+    def run(path: Any = None, **options: Any) -> list[Any]:
+        callbacks, model = [resume_loaders()] * has_callback + [every_step(tmp_path)], Both()
+        loaders = pl.utilities.CombinedLoader([make(cache, kind), make(cache[:10], kind)], mode)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"set_epoch\(1\) leaves out 30 of the 40 samples")  # "min_size" ends epochs early
+            pl.Trainer(callbacks=callbacks, **QUIET, **options).fit(model, loaders, ckpt_path=path)
+        return model.seen
+
+    for has_callback in (False, True):
+        seen = run(max_epochs=2)
+        for step in range(1, len(seen) - 1, 4):
+            rest = run(tmp_path / f"step={step}.ckpt", max_epochs=2)
+            assert seen[:step] + rest == seen
+        # from a checkpoint of a resumed run
+        assert run(tmp_path / f"step={len(seen) - 1}.ckpt", max_epochs=2) == seen[-1:]
+
+
+def test_a_shorter_loader_without_its_state_is_an_error(cache: Any, tmp_path: Path) -> None:
     def both() -> Any:
         return pl.utilities.CombinedLoader([make(cache), make(cache[:10])], "max_size_cycle")
 
-    fit(both(), every_step(tmp_path), max_epochs=1)
-    for step in (3, 8):
-        _, rest = fit(both(), path=tmp_path / f"step={step}.ckpt", max_epochs=1)
-        assert rest == whole(cache, 1)[step:]
+    fit(both(), every_step(tmp_path), has_schedule=True, max_epochs=1)
+    with pytest.raises(RuntimeError, match=rf"(?s)resumes epoch 0 after 13 batches.*{REMEDY}"):
+        fit(both(), path=tmp_path / "step=13.ckpt", has_schedule=True, max_epochs=1)
 
 
 def test_limited_epochs_warn_once(cache: Any, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Loops that are left early: with `on_early_exit="continue"`, the next loop goes on after the last batch.
 
-Otherwise, `set_epoch` that drops the rest of an epoch says how many samples it leaves out, once.
+Otherwise, `set_epoch` that drops the rest of an epoch says how many samples it leaves out, once, or that it discards a loaded
+state.
 """
 
 from __future__ import annotations
@@ -115,3 +116,17 @@ def test_nothing_is_left_out(cache: Any, kind: str, last_batch: str) -> None:
     loader.set_epoch(0)  # Lightning's sanity check uses two batches of the epoch that follows
     loader.load_state_dict(state)
     loader.set_epoch(0)
+
+
+@pytest.mark.parametrize("kind", ["Loader", "torch_loader"])
+def test_an_earlier_epoch_discards_a_loaded_state(cache: Any, kind: str) -> None:
+    """As a loop over epochs that begins at 0 after a resume, in a script or in Lightning Fabric."""
+    first, resumed = (make(cache, kind, on_early_exit="next_epoch") for _ in range(2))
+    take(first, len(first) + 1)
+    for count in (0, 2):  # at the end of epoch 0, and within epoch 1
+        take(first, count)
+        resumed.load_state_dict(first.state_dict())
+        with pytest.warns(UserWarning, match=r"set_epoch\(0\) discards the loaded state, which resumes in epoch 1"):
+            resumed.set_epoch(0)
+        assert [info.epoch for _, info in resumed.with_info()] == [0] * len(first)
+    resumed.set_epoch(0)  # no state was loaded since

@@ -33,6 +33,7 @@ from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
+from wds_tensorcache.training.sampler import warn_of_earlier_epoch
 
 POSITION = "__position__"
 VERSION = 2  # version 1 divided the shards among ranks differently
@@ -390,6 +391,8 @@ class ResumablePipeline(IterableDataset[Any]):
         if not 0 <= epoch < _MAX_EPOCH:
             raise ValueError(f"epoch={epoch}, expected 0 or more, and less than {_MAX_EPOCH}")
         self._enter()
+        if self._is_next and (self._done or self._is_over):
+            warn_of_earlier_epoch(epoch, self._epoch + self._is_over)
         num_used = sum(sum(done.edges[1::2]) - sum(done.edges[::2]) for done in self._done.values())
         if num_used and epoch > self._epoch and not (self._is_over or self._has_warned):
             self._has_warned = True

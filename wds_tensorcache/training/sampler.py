@@ -240,10 +240,11 @@ class StepSampler(DistributedSampler[Step]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        With weights in `mix`, each cache continues after its last used sample; if the loader has used no sample, and `epoch` is
-        not 0, `set_epoch` warns. If the sampler is at the beginning of that epoch, nothing changes. Without weights, it warns
-        once if samples of an earlier epoch are left out. In a loader with `on_early_exit="continue"`, it has no effect after
-        the first batch, because trainers call it for each loop.
+        If the state is in a later epoch, it is discarded, and `set_epoch` warns. With weights in `mix`, each cache continues
+        after its last used sample; if the loader has used no sample, and `epoch` is not 0, `set_epoch` warns. If the sampler is
+        at the beginning of that epoch, nothing changes. Without weights, it warns once if samples of an earlier epoch are left
+        out. In a loader with `on_early_exit="continue"`, it has no effect after the first batch, because trainers call it for
+        each loop.
 
         Raises:
             TypeError, ValueError: `epoch` is not an integer, or is out of range.
@@ -255,9 +256,18 @@ class StepSampler(DistributedSampler[Step]):
         before, loop = self._position, _lightning_loop()
         if self._continues and before.step:
             return
+        is_training = hasattr(loop, "epoch_loop")
+        is_earlier = self._is_resumed and epoch < before.epoch
+        if is_training and is_earlier and _num_resumed(loop) >= len(self):
+            # a shorter loader of several, which has ended or begun again in this epoch of Lightning
+            if getattr(getattr(loop, "_combined_loader", None), "_mode", None) == "max_size":
+                self._move(self._plan.end(epoch, before), is_resumed=True)
+            return
         self._requested_epoch = epoch
         is_there = epoch == before.epoch and (self._is_resumed or not before.used)
         if not is_there:
+            if is_earlier and loop is None:
+                warn_of_earlier_epoch(epoch, before.epoch)
             if self._plan.weights.caches is not None and epoch and not any(before.counts):
                 warnings.warn(
                     f"epoch {epoch} begins with the first samples of each cache, because this loader has used none yet, and "
@@ -265,7 +275,6 @@ class StepSampler(DistributedSampler[Step]):
                     stacklevel=user_level(),
                 )
             self._move(replace(self._plan.next_epoch(before), epoch=epoch))
-        is_training = hasattr(loop, "epoch_loop")
         if is_training:
             self._check_counters(loop)
         is_left = before.used and epoch > before.epoch and not self._plan.weights.are_used
@@ -283,19 +292,15 @@ class StepSampler(DistributedSampler[Step]):
     def _check_counters(self, loop: Any) -> None:
         """Raise RuntimeError if Lightning resumes in the middle of an epoch, but this sampler has another or no state."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
-        number, used = batches.current.ready, self._plan.num_steps() - self._plan.num_steps(self._position)
-        # a checkpoint saved in a hook of an epoch's last batch resumes in this epoch, if a new batch size gives it more batches
-        is_over = batches.is_last_batch and (batches.current.completed == number or number >= loop.max_batches)
-        is_loaded = getattr(loop, "_loaded_from_state_dict", False)
-        if is_loaded and self._continues and batches.total.ready:
+        if getattr(loop, "_loaded_from_state_dict", False) and self._continues and batches.total.ready:
             raise RuntimeError(
                 f"Lightning resumes after {batches.total.ready} batches, but this loader has no state of them. "
                 "Pass callbacks=[ResumeLoaders()] to the Trainer, from wds_tensorcache.integrations.lightning; or train from "
                 "the checkpoint's weights alone"
             )
-        is_resuming = is_loaded and number and not is_over
-        # Lightning repeats the shorter of several loaders; torchdata's loader keeps its own position
-        if is_resuming and number != used and number <= len(self) and not self._is_elsewhere:
+        number, used = _num_resumed(loop), self._plan.num_steps() - self._plan.num_steps(self._position)
+        # torchdata's loader keeps its own position
+        if number and number != used and not self._is_elsewhere:
             raise RuntimeError(
                 f"Lightning resumes epoch {epoch} after {number} batches, but this loader is at batch {used} of epoch {epoch}, "
                 "so samples would be lost or repeated. Pass callbacks=[ResumeLoaders()] to the Trainer, from "
@@ -331,6 +336,17 @@ class StepSampler(DistributedSampler[Step]):
         return StepReader(plan.caches, names, plan.seed, Alternatives.for_caches(choose, plan.caches))
 
 
+def warn_of_earlier_epoch(epoch: int, loaded: int) -> None:
+    """Warn if `set_epoch(epoch)` discards a loaded state, which resumes in the later epoch `loaded`."""
+    if epoch < loaded:
+        warnings.warn(
+            f"set_epoch({epoch}) discards the loaded state, which resumes in epoch {loaded}, so epoch {epoch} begins again. To "
+            f"resume, begin the loop over epochs at {loaded}. Lightning Fabric's setup_dataloaders begins it at 0, so use a "
+            "tc.Loader without setup_dataloaders",
+            stacklevel=user_level(),
+        )
+
+
 def show_step_options(function: _Function) -> _Function:
     """Show the options of `StepSampler` in the signature of a function that takes them as `**steps`."""
     signature = inspect.signature(function)
@@ -348,6 +364,15 @@ def _lightning_loop() -> Any:
     caller = sys._getframe(2).f_back
     loop = None if caller is None else caller.f_locals.get("self")
     return loop if type(loop).__module__.startswith(("lightning.pytorch.loops.", "pytorch_lightning.loops.")) else None
+
+
+def _num_resumed(loop: Any) -> int:
+    """Return the number of batches after which a loop of Lightning resumes in the middle of an epoch, or 0."""
+    batches = loop.epoch_loop.batch_progress
+    number: int = batches.current.ready
+    # a checkpoint saved in a hook of an epoch's last batch resumes in this epoch, if a new batch size gives it more batches
+    is_over = batches.is_last_batch and (batches.current.completed == number or number >= loop.max_batches)
+    return number if getattr(loop, "_loaded_from_state_dict", False) and not is_over else 0
 
 
 class _StepIterator(Iterator[Step]):
@@ -412,6 +437,7 @@ class _StepIterator(Iterator[Step]):
         if requested is None or requested == position.epoch:
             self._leave()
             return
+        warn_of_earlier_epoch(requested, position.epoch)
         begin = replace(plan.next_epoch(position), epoch=requested)
         if plan.is_over(position):  # no step of the state's epoch remains
             sampler._move(begin, is_elsewhere=True)
