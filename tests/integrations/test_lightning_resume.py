@@ -261,21 +261,21 @@ def test_a_shorter_loader(cache: Any, tmp_path: Path, mode: str, kind: str) -> N
             self.seen.append([batch and batch["x"][:, 0].int().tolist() for batch in batches])
             return self.layer(batches[0]["x"]).mean()  # type: ignore[no-any-return]
 
-    def run(path: Any = None, **options: Any) -> list[Any]:
-        callbacks, model = [resume_loaders()] * has_callback + [every_step(tmp_path)], Both()
+    def run(callbacks: list[Any], path: Any = None) -> list[Any]:
+        trainer, model = pl.Trainer(callbacks=[*callbacks, every_step(tmp_path)], max_epochs=2, **QUIET), Both()
         loaders = pl.utilities.CombinedLoader([make(cache, kind), make(cache[:10], kind)], mode)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", r"set_epoch\(1\) leaves out 30 of the 40 samples")  # "min_size" ends epochs early
-            pl.Trainer(callbacks=callbacks, **QUIET, **options).fit(model, loaders, ckpt_path=path)
-        return model.seen
+            # "min_size" ends epochs early
+            warnings.filterwarnings("ignore", r"set_epoch\(1\) leaves out 30 of the 40 samples")
+            trainer.fit(model, loaders, ckpt_path=path)
+        return model.seen  # type: ignore[no-any-return]
 
-    for has_callback in (False, True):
-        seen = run(max_epochs=2)
+    for callbacks in ([], [resume_loaders()]):
+        seen = run(callbacks)
         for step in range(1, len(seen) - 1, 4):
-            rest = run(tmp_path / f"step={step}.ckpt", max_epochs=2)
-            assert seen[:step] + rest == seen
+            assert seen[:step] + run(callbacks, tmp_path / f"step={step}.ckpt") == seen
         # from a checkpoint of a resumed run
-        assert run(tmp_path / f"step={len(seen) - 1}.ckpt", max_epochs=2) == seen[-1:]
+        assert run(callbacks, tmp_path / f"step={len(seen) - 1}.ckpt") == seen[-1:]
 
 
 def test_a_shorter_loader_without_its_state_is_an_error(cache: Any, tmp_path: Path) -> None:
