@@ -216,10 +216,10 @@ class Plan:
         counts = at.counts if self.weights.caches is not None else (0,) * len(at.counts)
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
-    def end(self, epoch: int, before: Position) -> Position:
-        """Return the end of an epoch, from the beginning of the next one."""
-        counts = before.counts if self.weights.caches is not None else tuple(self._lengths)
-        return replace(before, epoch=epoch, counts=counts, used=sum(self._lengths))
+    def end(self, epoch: int, following: Position) -> Position:
+        """Return the position after the last step of an epoch; `following` is the position that `settle` returns there."""
+        counts = following.counts if self.weights.caches is not None else tuple(self._lengths)
+        return replace(following, epoch=epoch, counts=counts, used=sum(self._lengths))
 
     def settle(self, at: Position) -> Position:
         """Return `at` itself, or the start of the next epoch if the epoch of `at` is over."""
