@@ -72,7 +72,12 @@ def test_keys(cache: tc.TensorCache) -> None:
     assert list(keys[3:9][::-2]) == KEYS[3:9][::-2]
     assert "007" in keys
     assert "7" not in keys
-    assert keys.index("012") == 12
+    assert keys.index("012") == cache.index("012") == cache.index("012", 3, 13) == 12
+    assert cache[[5, 3, 5]].index("005") == 0
+    assert tc.join({"a": cache[::2]}).index("012") == 6
+    for absent in ("7", 7):
+        with pytest.raises(ValueError, match=f"no sample {absent!r} among the 20 samples"):
+            keys.index(absent)
     for wrong in (COUNT, -COUNT - 1):
         with pytest.raises(IndexError):
             keys[wrong]
@@ -84,6 +89,8 @@ def test_the_same_key_in_several_shards(tmp_path: Path) -> None:
         write(tmp_path / f"{number:02d}.tar", {"x": {"from": number}}, manifest=False)
     with tc.open(str(tmp_path)) as cache:
         assert "x" in cache
+        assert cache.index("x") == 0
+        assert cache.index("x", 5) == 5
         assert cache[1] == {"from": 1}
         with pytest.raises(KeyError, match=r"sample 'x' is in several shards, .*03\.tar, …; use the sample's index"):
             cache["x"]

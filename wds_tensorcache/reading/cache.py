@@ -129,6 +129,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def __contains__(self, key: object) -> bool:
         """Return whether there is a sample with this key."""
 
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """Return the index of the first sample whose key is `value`, as `keys().index` does."""
+        return self.keys().index(value, start, stop)
+
     @abstractmethod
     def keys(self) -> KeysView:
         """Return the keys in order, as a sequence that decodes each key on access."""

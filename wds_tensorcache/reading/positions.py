@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -156,6 +157,20 @@ class KeysView(Sequence[str]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._cache
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """Return the index of the first sample whose key is `value`; it is looked up, not searched for.
+
+        Raises:
+            ValueError: No sample has the key.
+        """
+        if value not in self:
+            raise ValueError(f"no sample {value!r:.100} among the {len(self)} samples")
+        if (start, stop) == (0, None):
+            with contextlib.suppress(KeyError):  # samples of several shards have the key
+                number: int = self._cache._find(value)
+                return number
+        return Sequence.index(self, value, start, len(self) if stop is None else stop)
 
     def __iter__(self) -> Iterator[str]:
         for shard, rows in in_order(self._cache._store, self._cache._where):
