@@ -143,7 +143,7 @@ class BatchInfo:
 
     def _way(self, name: str) -> str | Pad | None:
         """Return the way in which the rows of a tensor were collated; None if a function collated them."""
-        return None if self._collate is None else self._collate.ways_for([name])[0]
+        return None if self._collate is None else self._collate.way(name)
 
     def _is_lacking(self, name: str) -> bool:
         """Return whether the cache has a tensor that all samples of the batch lack."""

@@ -75,11 +75,6 @@ class Group:
     prefix: str = ""
     weights: tuple[float, ...] | None = None
 
-    @property
-    def items(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Each name with the patterns of its alternatives."""
-        return zip(self.names, self.patterns, strict=True)
-
     @cached_property
     def whole_names(self) -> list[str]:
         """Names in the batch of the joined cache. Choices and seeds use these names."""
@@ -165,7 +160,7 @@ class Alternatives:
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """Names or patterns of the alternatives, by name in the batch."""
-        return {name: patterns for group in self.groups for name, patterns in group.items}
+        return {n: row for group in self.groups for n, row in zip(group.names, group.patterns, strict=True)}
 
     @cached_property
     def covers(self) -> Wanted:
@@ -590,7 +585,8 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
     choices, firsts = dict[Group, Array](), dict[Group, list[dict[_Match, str]]]()
     for group in alternatives.groups:
         has_tensors = any(map(has_any.__contains__, group.names))
-        for name, patterns in group.items:
+        for name in group.names:
+            patterns = alternatives.patterns[name]
             # all samples of the batch may lack a tensor that is chosen together with others
             if name in has_any or (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
                 tensors.append((name, group))

@@ -83,15 +83,13 @@ class Collate:
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                     raise BatchError(f"{option} has an {unknown_name('tensor', pattern, names)}")
 
-    def ways_for(self, names: Sequence[str]) -> list[str | Pad]:
-        """Return the way to collate each tensor: by its name, else by the first pattern that matches, else "stack"."""
-        return [self._way(self.prefix + name) for name in names]
-
     def fixes(self, name: str) -> bool:
         """Return whether the tensor is padded or listed: every batch then has it, even if all samples lack it."""
-        return self._way(self.prefix + name) not in ("stack", "auto")
+        return self.way(name) not in ("stack", "auto")
 
-    def _way(self, name: str) -> str | Pad:
+    def way(self, name: str) -> str | Pad:
+        """Return the way to collate a tensor: by its name, else by the first pattern that matches, else "stack"."""
+        name = self.prefix + name
         way: str | Pad = _find(self.ways, name, "stack")
         if way == "pad":
             return Pad(None, _find(self.pad_value, name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value)

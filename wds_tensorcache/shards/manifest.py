@@ -137,7 +137,6 @@ def shard_url(folder: str, listed: str) -> str:
     """
     if _PLAIN(listed):  # most shards of large manifests
         return keep_secrets(folder, f"{folder}/{listed}")
-    _check_inside(listed)
     name = listed.removeprefix(f"{folder}/") if "://" in listed else listed
     parts = [part for part in name.split("/") if part != "."]
     is_encoded = name != listed and is_web(folder) and re.search("[?#]|%2[eEfF]|%5[cC]", name)

@@ -182,8 +182,6 @@ class TarStream:
 class _Compressed:
     """A compressed stream after its first bytes, `head`, were read. `nbytes` counts the bytes that it has returned."""
 
-    closed = False
-
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head = head
         self._stream = stream
@@ -197,9 +195,3 @@ class _Compressed:
             content = self._stream.read(nbytes)
         self.nbytes += len(content)
         return content
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False

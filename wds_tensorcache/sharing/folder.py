@@ -26,9 +26,8 @@ from wds_tensorcache.sharing.reaper import (
     remove_if_abandoned,
     start_reaper,
 )
-from wds_tensorcache.storage.locks import Flock, locked_folder
+from wds_tensorcache.storage.locks import CAN_LOCK_RANGES, Flock, RangeLocks, locked_folder
 from wds_tensorcache.storage.owned import check_owner, open_owned, write_file
-from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id
 
 _SHARED_MEMORY = "/dev/shm"

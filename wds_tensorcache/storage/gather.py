@@ -15,7 +15,6 @@ from ctypes import PYFUNCTYPE, PyDLL, c_size_t, c_void_p, cast, memmove
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from operator import attrgetter
 from time import monotonic
 from typing import Any, Protocol
 
@@ -55,7 +54,6 @@ _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12
 _GAP_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than another system call
-_shows_pages = attrgetter("shows_pages")
 
 
 class RangeFile(Protocol):
@@ -256,7 +254,7 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
         return np.arange(0)
     _next_look = now + _LOOK_S
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
-    if is_large and base is not None and all(map(_shows_pages, files.values())):
+    if is_large and base is not None and all(file.shows_pages for file in files.values()):
         cold = _find_incomplete(ranges, base, np.arange(0, count, 1 if is_short else max(1, count // _NUM_LOOKS)))
         if len(cold) and not is_short:
             cold = _find_incomplete(ranges, base, np.arange(count))

@@ -48,8 +48,6 @@ class StepReader:
         """
         cache = self._caches[step.source]
         try:
-            if not self.alternatives.groups:
-                return cache.read_batch(step.indices, **options)
             return cache._read_chosen(step.indices, self._randomness(step), **options)
         except StopIteration as exc:
             raise _stopped(step) from exc
@@ -58,8 +56,6 @@ class StepReader:
         """Return the request for the samples of a step; see `read` for errors."""
         cache = self._caches[step.source]
         try:
-            if not self.alternatives.groups:
-                return cache._request(step.indices)
             return cache._request_chosen(step.indices, self._randomness(step))
         except StopIteration as exc:
             raise _stopped(step) from exc

@@ -17,8 +17,8 @@ import stat
 from contextlib import suppress
 
 from wds_tensorcache.storage.files import Descriptor, ShardFile
+from wds_tensorcache.storage.locks import lock_range
 from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, is_owned
-from wds_tensorcache.storage.range_locks import lock_range
 from wds_tensorcache.storage.system import SHORTAGES, boot_id
 
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from math import inf
 
-from wds_tensorcache.storage.locks import wait_for
+from wds_tensorcache.storage.locks import CAN_LOCK_RANGES, RangeLocks, wait_for
 from wds_tensorcache.storage.node_cache.block_file import (
     BLOCK,
     MAPPED,
@@ -22,7 +22,6 @@ from wds_tensorcache.storage.node_cache.block_file import (
     write_layout,
 )
 from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, check_owner, is_owned, write_file
-from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id, file_system
 from wds_tensorcache.storage.urls import is_url, shown
 

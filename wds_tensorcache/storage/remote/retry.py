@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
 from wds_tensorcache.errors import FormatError, RemoteError
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.threads import per_process
 from wds_tensorcache.storage.urls import shown
 
@@ -65,6 +65,20 @@ class Cancel(threading.Event):
     def set(self) -> None:
         super().set()
         end_overdue()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """The state of an object.
+
+    Attributes:
+        nbytes: Length of the object.
+        tag: Strong ETag as the server sends it, or else another text that changes with the object, such as its date of
+            modification; None if unknown.
+    """
+
+    nbytes: int
+    tag: str | None
 
 
 class Request:

@@ -9,9 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError, check_cancelled, timeout_s
+from wds_tensorcache.storage.remote.retry import (
+    TRANSIENT_STATUSES,
+    ObjectInfo,
+    Request,
+    TransientError,
+    check_cancelled,
+    timeout_s,
+)
 from wds_tensorcache.storage.urls import bucket_and_key
 
 _CONNECT_S, _STALL_S = 10.0, 20.0
