@@ -142,7 +142,6 @@ class BatchInfo:
         return way.length(longest) if isinstance(way, Pad) else longest
 
     def _way(self, name: str) -> str | Pad | None:
-        """Return the way in which the rows of a tensor were collated; None if a function collated them."""
         return None if self._collate is None else self._collate.way(name)
 
     def _is_lacking(self, name: str) -> bool:

@@ -61,19 +61,12 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Group:
-    """Names that are chosen together, with the alternatives of each name.
+    """Names that are chosen together, with the alternatives of each name."""
 
-    Attributes:
-        names: Names in the batch.
-        patterns: For each name, the names or patterns of its alternatives in a sample.
-        prefix: Prefix of these names in the joined cache to which the samples belong; empty without a joined cache.
-        weights: Weight of each pattern of a name; None if each alternative has the same probability.
-    """
-
-    names: tuple[str, ...]
-    patterns: tuple[tuple[str, ...], ...]
-    prefix: str = ""
-    weights: tuple[float, ...] | None = None
+    names: tuple[str, ...]  # in the batch
+    patterns: tuple[tuple[str, ...], ...]  # for each name, the names or patterns of its alternatives in a sample
+    prefix: str = ""  # of these names in the joined cache to which the samples belong; empty without a joined cache
+    weights: tuple[float, ...] | None = None  # of each pattern of a name; None for equal probabilities
 
     @cached_property
     def whole_names(self) -> list[str]:
@@ -313,7 +306,6 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _check_container(name: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError if an alternative is a container of tensors; `names` are the names of the samples' tensors."""
     for pattern in patterns:
         if fnmatch.filter(names, f"{pattern}.*"):
             raise ValueError(
@@ -331,19 +323,12 @@ def _other_tensor(name: str) -> BatchError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """The inputs for the seeds and choices of a batch, except its sample indices.
+    """The inputs for the seeds and choices of a batch, except its sample indices."""
 
-    Attributes:
-        seed: Seed of the loader.
-        epochs: Epoch of the batch, or of each sample, int64 `[B]`.
-        alternatives: Alternatives to choose from.
-        choices: Choices that the caller made, by name; None to choose by the seeds.
-    """
-
-    seed: int = 0
-    epochs: int | Array = 0
+    seed: int = 0  # of the loader
+    epochs: int | Array = 0  # epoch of the batch, or of each sample, int64 `[B]`
     alternatives: Alternatives = Alternatives()
-    choices: Mapping[str, Any] | None = None
+    choices: Mapping[str, Any] | None = None  # that the caller made, by name; None to choose by the seeds
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
@@ -442,28 +427,20 @@ class Choices(Mapping[str, Array]):
 
 @dataclass(frozen=True, slots=True)
 class ChosenRequest(Request):
-    """A request with one alternative chosen for each sample.
+    """A request with one alternative chosen for each sample."""
 
-    Attributes:
-        base: The request for whole samples.
-        alternatives, chooser: Alternatives to choose from, and the function that chooses.
-        picked: Layouts of the samples, with the chosen tensors.
-        firsts: For each group with values, the alternatives of each sample, for the first name that has alternatives.
-        choices: By group, the choice of each sample, int64 `[B]`. Groups without tensors are missing until `values` is called.
-        of_values: Name, group and patterns of alternatives that are not tensors.
-        known_values: Result of `values`; empty until it is called.
-        decoded: The values of the batch; None if the batch was not read.
-    """
-
-    base: Request
+    base: Request  # for whole samples
     alternatives: Alternatives
     chooser: Chooser
-    picked: Layouts
+    picked: Layouts  # of the samples, with the chosen tensors
+    # for each group with values, the alternatives of each sample, for the first name that has alternatives
     firsts: dict[Group, list[dict[_Match, str]]]
-    choices: dict[Group, Array]
-    of_values: Sequence[tuple[str, Group, tuple[str, ...]]]
-    known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
-    decoded: Decoded | None = None
+    choices: dict[
+        Group, Array
+    ]  # of each sample, int64 `[B]`; groups without tensors are missing until `values` is called
+    of_values: Sequence[tuple[str, Group, tuple[str, ...]]]  # name, group and patterns of alternatives without tensors
+    known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)  # result of `values`
+    decoded: Decoded | None = None  # the values of the batch; None if the batch was not read
 
     def layouts(self) -> Layouts:
         return self.picked

@@ -22,7 +22,6 @@ from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
-from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.files import File, Files
 from wds_tensorcache.storage.memory_pool import Pool
@@ -185,11 +184,6 @@ class Shard:
     def file(self) -> File:
         """The open file of the shard, opened again if needed."""
         return self.files.get(self.path)
-
-    @property
-    def suffixes(self) -> tuple[str, str]:
-        """Suffixes of the skeleton and of the tensors of each sample, without the first dot."""
-        return member_suffix(self.name, SKELETON), member_suffix(self.name, TENSORS)
 
     def sample_row(self, row: int) -> int:
         """Return a sample's number among all samples of the shard, including samples without this cache."""

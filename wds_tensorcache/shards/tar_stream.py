@@ -108,7 +108,6 @@ class TarStream:
         return hidden
 
     def _take_first(self) -> bytes:
-        """Return the first block of the tar; decompress the stream if it is compressed."""
         block = self._take(BLOCK)
         decompressor = next((_DECOMPRESSORS[magic] for magic in _DECOMPRESSORS if block.startswith(magic)), None)
         # a plain tar may begin with a name that looks compressed; tars from before POSIX have no `ustar`

@@ -125,7 +125,8 @@ class SharedFolder:
             return
         holders.close()
         # Hazard: a finalizer may call this while this thread holds the lock, to open another folder.
-        with contextlib.suppress(FileNotFoundError), Flock(os.path.dirname(self.path), wait_s=_LEAVE_S) as lock:
+        parent = os.path.dirname(self.path)
+        with contextlib.suppress(FileNotFoundError), contextlib.closing(Flock(parent, wait_s=_LEAVE_S)) as lock:
             if lock.is_locked is not False:
                 remove_if_abandoned(self.path)
 

@@ -82,12 +82,6 @@ class Flock(OwnedFile):
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         super().close()
 
-    def __enter__(self) -> Flock:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 def _flock(fd: int, kind: int) -> bool | None:
     """Take a lock and return True; False if another open file holds it, None if the file system has no locks."""
@@ -109,7 +103,7 @@ def locked_folder(folder: str) -> Iterator[bool]:
     Raises:
         FileExistsError: Another process or thread still held the lock after 60 s.
     """
-    with Flock(folder, wait_s=_FOLDER_WAIT_S) as lock:
+    with contextlib.closing(Flock(folder, wait_s=_FOLDER_WAIT_S)) as lock:
         if lock.is_locked is False:
             problem = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
             raise FileExistsError(f"{folder}: {problem}; wait until that process ends, or write to another folder")
@@ -161,22 +155,13 @@ class RangeLocks(OwnedFile):
 
     The holder of a lock is this object, not a thread or a process (Linux, "open file description locks"). Two objects of this
     class exclude each other, even in one thread. The kernel releases the locks when the last process with this
-    object's open file closes the file or ends.
-
-    Args:
-        path: Path of an existing file.
-
-    Attributes:
-        path: Path of the file.
-        fd: Descriptor of the open file, closed by `close`, or when this object is freed. Its locks remain as long as a forked
-            child has the file open; `unlock` releases them at once.
-        in_children: Set this to True to keep the file open in forked children. They then share this object's locks, even after
-            this process ends.
+    object's open file closes the file or ends; `unlock` releases them at once.
 
     Raises:
         OSError: The file does not exist, is a symbolic link, or cannot be opened.
 
-    Threads/fork: any thread; all threads of a process share the locks. A forked child closes its copy, unless `in_children`.
+    Threads/fork: any thread; all threads of a process share the locks. With `in_children`, forked children share them, too, even
+        after this process ends.
     """
 
     def __init__(self, path: str) -> None:

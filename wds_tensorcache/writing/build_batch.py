@@ -159,7 +159,6 @@ def compute(
 
 
 def _members_of(item: Item) -> dict[str, Any]:
-    """Return the members of an item's sample outside its cache; raise ValueError if two of them are `digest.txt`."""
     if item.digest is None:
         return {**item.members}
     if DIGEST in item.members:

@@ -121,7 +121,6 @@ class Comparison:
             warnings.warn(message, stacklevel=user_level())
 
     def _numbers(self) -> Iterator[int]:
-        """Yield the item numbers in the keys of finished samples."""
         keys = chain.from_iterable(index.keys for index in self._finished.indexes.values())
         return (number for number in map(number_in, keys) if number is not None)
 

@@ -27,21 +27,14 @@ _MAX_TEXT = 1000  # characters of a message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of one item, a line of JSON in the file.
+    """The failure of one item, a line of JSON in the file."""
 
-    Attributes:
-        item: Number of the item in the source.
-        key: Key of its sample; `""` if the key is made from the item, which could not be read.
-        error: Name of the exception's class.
-        text: Message of the exception, at most 1,000 characters.
-        frame: Last frame of the traceback that is outside installed packages and the standard library, or else the last frame:
-            file, line, function and source.
-    """
-
-    item: int
-    key: str
-    error: str
-    text: str
+    item: int  # number of the item in the source
+    key: str  # of its sample; `""` if the key is made from the item, which could not be read
+    error: str  # name of the exception's class
+    text: str  # message of the exception, at most 1,000 characters
+    # Last frame of the traceback that is outside installed packages and the standard library, or else the last frame: file,
+    # line, function and source.
     frame: str
 
     @staticmethod

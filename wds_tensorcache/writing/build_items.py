@@ -124,7 +124,6 @@ class Items(Dataset[Item]):
         return (place + shift) % self.world_size == self.rank
 
     def _own_batches(self) -> Iterator[range]:
-        """Yield the numbers of the items in each batch of this rank, for a source of known length."""
         for begin in range(0, self._count, self.batch_size):
             if self.is_own(begin):
                 yield range(begin, min(begin + self.batch_size, self._count))
@@ -342,7 +341,6 @@ def _add_note_of_item(number: int) -> contextlib.AbstractContextManager[None]:
 
 
 def _check_keys(keys: list[Any], count: int | None, items: Any) -> list[str]:
-    """Return the keys of `count` items; raise an error unless each item has a valid key of its own."""
     if count is None:
         raise ValueError(
             "a list of keys needs a map-style dataset; for an iterable, pass a function of an item as keys="

@@ -210,7 +210,6 @@ def _digest_plan(shards: Iterable[NewShard]) -> str:
 
 
 def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardIndex:
-    """Link or write a new shard, and return its index."""
     linked = new.link_to
     if linked is not None:
         index = linked.index

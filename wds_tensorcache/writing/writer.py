@@ -435,7 +435,6 @@ def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], others:
 
 
 def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the caches of a sample by name, and its other members by extension."""
     caches = {"": sample} if sample is not _NOTHING else {}
     others = {}
     for field, value in members.items():
@@ -458,7 +457,6 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
 
 
 def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], pid: int) -> None:
-    """Delete the unfinished shards of a writer that was not closed, and log the loss."""
     if pid != os.getpid() or not unfinished:  # in a forked child, the shards are still the parent's
         return
     count = format_count(sum(shard.num_samples for shard in unfinished), "sample")
@@ -493,7 +491,6 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
 def _encode_others(
     key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, bytes]:
-    """Encode a sample's other members, and check the result of the encoder."""
     try:
         plain = encoder(others)
     except TensorCacheError as exc:

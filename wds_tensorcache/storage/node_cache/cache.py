@@ -85,7 +85,9 @@ class NodeCache:
         """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
         local: dict[RemoteFile, BlockFile | None] = {}
         wanted: list[_Wanted] = []
-        self._close_evicted()
+        for digest, block_file in list(self._open.items()):
+            if not block_file.is_current():  # a mapped file takes space on disk until it is closed
+                self._open.pop(digest, None)
         # names of local files contain the tags; at most one request for each file
         run_all([file.ask for file in by_file if file.state.tag is None and not file.is_asked])
         for file, ranges in by_file.items():
@@ -129,12 +131,7 @@ class NodeCache:
             warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=user_level())
 
     def _local(self, file: RemoteFile) -> BlockFile | None:
-        """Return the local file, opened or created if needed; None if it is not open and the cache is paused.
-
-        Raises:
-            Bypass: There is no room for the file, or the folder stays locked.
-            OSError: The folder or its disk cannot be written.
-        """
+        """Return the local file, opened or created if needed; None if it is not open and the cache is paused."""
         file.digest = digest = file.digest or digest_of(file.url, file.state)
         block_file = self._open.get(digest)
         if block_file is None or not block_file.is_current():
@@ -146,12 +143,6 @@ class NodeCache:
                     self._open.pop(next(iter(self._open)), None)
             self._open[digest] = block_file
         return block_file
-
-    def _close_evicted(self) -> None:
-        """Close the local files that were evicted: mapped files take space on disk until they are closed."""
-        for digest, block_file in list(self._open.items()):
-            if not block_file.is_current():
-                self._open.pop(digest, None)
 
     def find_local(self, file: RemoteFile, now_s: float) -> BlockFile | None:
         """Return the local file, perhaps evicted; None if it is not open. `now_s` is the current time by `time.monotonic`."""
@@ -264,8 +255,7 @@ def _open_locks(entry: _Wanted) -> RangeLocks | None:
 def _claim(todo: Sequence[_Wanted], held: list[RangeLocks]) -> tuple[list[_Wanted], list[_Wanted]]:
     """Lock runs of absent blocks, until the caller closes the locks, which are appended to `held`.
 
-    Returns:
-        The blocks that this process must fetch, and the runs in which another process is fetching blocks.
+    Return the blocks that this process must fetch, and the runs in which another process is fetching blocks.
     """
     claimed, busy = [], []
     for entry in todo:

@@ -153,9 +153,6 @@ class CacheFolder:
 
         The number in the file `space` may be too large, but is never too small. For example, a process may be killed after
         it has increased the number. So the files are counted again if the number exceeds the limit.
-
-        Raises:
-            Bypass: The bytes cannot fit.
         """
         limit = inf if self.max_nbytes is None else self.max_nbytes - BLOCK  # `space` itself takes a block
         if needed > limit:
@@ -173,11 +170,7 @@ class CacheFolder:
     def _evict(self, needed: int, limit: float, free: int) -> int:
         """Remove the least recently used files that no process is filling, until `needed` bytes and a small reserve fit.
 
-        Returns:
-            The number of bytes that the remaining files take on disk.
-
-        Raises:
-            Bypass: The bytes cannot fit.
+        Return the bytes that the remaining files take on disk; raise Bypass if the bytes cannot fit.
         """
         files = sorted(self._files())
         nbytes = sum(file_nbytes for _, file_nbytes, _ in files)
@@ -206,12 +199,7 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _lock_space(self) -> Iterator[int]:
-        """Hold the lock for adding and removing files and blocks; yield a descriptor of the file `space`.
-
-        Raises:
-            OSError: The folder cannot be written.
-            Bypass: Another process held the lock for too long.
-        """
+        """Hold the lock for adding and removing files and blocks; yield a descriptor of the file `space`."""
         path = os.path.join(self.path, _SPACE)
         if not os.path.lexists(path):
             os.makedirs(self.path, 0o700, exist_ok=True)  # the folder may have been deleted

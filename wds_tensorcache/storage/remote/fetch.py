@@ -130,7 +130,6 @@ def _bytes(buffer: Any) -> memoryview:
 
 
 def _split(request: _Range) -> list[_Range]:
-    """Split a request into parts of at most 4 MiB."""
     if request.end - request.begin <= PART_NBYTES:
         return [request]
     parts = [

@@ -301,13 +301,11 @@ class HttpClient:
 
 
 def _length_of(response: Response) -> int | None:
-    """Return the value of `Content-Length`; None if the header is missing or not a number."""
     text = (response.headers.get("Content-Length") or "").strip()
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
 def _show_range(response: Response) -> str:
-    """Return the value of `Content-Range` for messages, cut to 100 characters."""
     return f"{response.headers.get('Content-Range')!r:.100}"
 
 
@@ -324,7 +322,6 @@ def _content_range(response: Response, request: Request) -> tuple[int, int, int 
 
 
 def _check_range(response: Response, request: Request, begin: int, end: int) -> None:
-    """Raise RemoteError unless a partial response has the bytes `[begin, end)`."""
     if _content_range(response, request)[:2] != (begin, end):
         raise request.error(f"asked for bytes {begin}-{end - 1}, got Content-Range {_show_range(response)}", 206)
 
@@ -336,7 +333,6 @@ def _total_of(response: Response) -> int | None:
 
 
 def _check_encoding(response: Response, request: Request) -> None:
-    """Raise RemoteError if the server has compressed the body."""
     encoding = (response.headers.get("Content-Encoding") or "identity").strip().lower()
     if encoding != "identity":
         problem = (
@@ -354,7 +350,6 @@ def _check_body(response: Response, request: Request, nbytes: int) -> None:
 
 
 def _refusal(response: Response, request: Request) -> Exception:
-    """Return the error for a response with an unexpected status."""
     status = response.status
     if status == 412:
         return request.changed_error("the server has another version of it")

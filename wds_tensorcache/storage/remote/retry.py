@@ -69,15 +69,10 @@ class Cancel(threading.Event):
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """The state of an object.
-
-    Attributes:
-        nbytes: Length of the object.
-        tag: Strong ETag as the server sends it, or else another text that changes with the object, such as its date of
-            modification; None if unknown.
-    """
+    """The state of an object."""
 
     nbytes: int
+    # strong ETag as the server sends it, or else another text that changes with the object, such as its date; None if unknown
     tag: str | None
 
 

@@ -266,6 +266,5 @@ class StoreClient:
 
 
 def _state(response: Any) -> ObjectInfo:
-    """Return the state of an object from the head of a response."""
     meta = response.meta
     return ObjectInfo(meta["size"], meta["e_tag"])
