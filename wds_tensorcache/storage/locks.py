@@ -160,8 +160,8 @@ class RangeLocks(OwnedFile):
     Raises:
         OSError: The file does not exist, is a symbolic link, or cannot be opened.
 
-    Threads/fork: any thread; all threads of a process share the locks. With `in_children`, forked children share them, too, even
-        after this process ends.
+    Threads/fork: any thread; all threads of a process share the locks. With `in_children`, forked children share them, too,
+        even after this process ends.
     """
 
     def __init__(self, path: str) -> None:

@@ -85,8 +85,8 @@ class NodeCache:
         """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
         local: dict[RemoteFile, BlockFile | None] = {}
         wanted: list[_Wanted] = []
-        for digest, block_file in list(self._open.items()):
-            if not block_file.is_current():  # a mapped file takes space on disk until it is closed
+        for digest, kept in list(self._open.items()):
+            if not kept.is_current():  # a mapped file takes space on disk until it is closed
                 self._open.pop(digest, None)
         # names of local files contain the tags; at most one request for each file
         run_all([file.ask for file in by_file if file.state.tag is None and not file.is_asked])
