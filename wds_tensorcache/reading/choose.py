@@ -124,11 +124,7 @@ class Alternatives:
 
     @classmethod
     def of(cls, choose: Any) -> Alternatives:
-        """Return the alternatives for an argument `choose=`; see `Cache.read_batch`.
-
-        Raises:
-            ValueError: `choose` is not a dict of this form, or contains a name twice.
-        """
+        """Return the alternatives for an argument `choose=`; raise ValueError if it has another form."""
         if isinstance(choose, Alternatives):
             return choose
         if not isinstance(choose, Mapping) or not choose:
@@ -638,11 +634,7 @@ class _Rest(Structures):
         self._contents: dict[Any, tuple[Form, _Contents]] = {}
 
     def contents(self, layout: Layout, sample_key: Callable[[], str]) -> _Contents:
-        """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.
-
-        Raises:
-            BatchError: Another tensor has the name of a chosen tensor, or names that are chosen together cannot be paired.
-        """
+        """Return alternatives by name in the batch, and the other tensors' names; raise BatchError if they clash."""
         key = id(layout.form), layout.texts, layout.further
         kept = self._contents.get(key)
         if kept is None:

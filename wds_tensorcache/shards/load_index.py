@@ -19,11 +19,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 def load_index(file: File) -> ShardIndex:
-    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan.
-
-    Raises:
-        FormatError: The file is not a shard, or is damaged.
-    """
+    """Return the index of a shard from its footer, else its sidecar, else a scan; raise FormatError if the shard is damaged."""
     index = find_index(file, lambda: _read_sidecar(file.path))
     return scan(file) if index is None else index
 

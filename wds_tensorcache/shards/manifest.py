@@ -308,11 +308,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
-        """Parse the content of the manifest at `path`; None is the content of a missing file.
-
-        Raises:
-            FormatError: The manifest is malformed.
-        """
+        """Parse the content of the manifest at `path`, None for a missing file; raise FormatError if it is malformed."""
         try:
             entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:

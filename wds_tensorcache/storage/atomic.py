@@ -74,11 +74,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
 
 
 def publish(temporary: str, path: str) -> None:
-    """Give a complete file its final name.
-
-    Raises:
-        FileExistsError: Another file has this name.
-    """
+    """Give a complete file its final name; raise FileExistsError if another file has this name."""
     try:
         os.link(temporary, path)
     except OSError as exc:

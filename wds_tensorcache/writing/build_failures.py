@@ -160,11 +160,7 @@ def _format(failures: Iterable[Failure]) -> bytes:
 
 
 def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Failure]:
-    """Return the failures in all files of a folder, one for each item, in the order of the items.
-
-    Raises:
-        FormatError: A line of a file is not a failure, or there is a folder or pipe of this name.
-    """
+    """Return the failures in all files of a folder, one for each item, in order; raise FormatError for any other file."""
     failures: dict[int, Failure] = {}
     for name in filter(_NAME, folder.names() if names is None else names):
         try:

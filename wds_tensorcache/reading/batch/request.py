@@ -192,12 +192,7 @@ def _donor(layouts: Layouts, name: str) -> Any:
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
-    """Compare the tensors of a sample with the index of its shard. Old indexes lack the additional names of tensors.
-
-    Raises:
-        FormatError: The index has different kinds, dtypes or names.
-        NewNames: The index lacks additional names. The shard has a new index now.
-    """
+    """Compare a sample's tensors with its index; raise FormatError if they differ, NewNames if an old index lacked names."""
     items, which, _ = rows.known_layouts
     number, layout = rows.number.item(i), items[which.item(i)]
     shard, texts = rows.shards[number], layout.named_texts

@@ -48,11 +48,7 @@ def _header(digest: bytes) -> bytes:
 
 
 def write_layout(path: str, digest: bytes, nbytes: int) -> None:
-    """Give an empty file the layout for an object of `nbytes` bytes, without any block; the header comes last.
-
-    Raises:
-        OSError: The file system is full.
-    """
+    """Give an empty file the layout for an object of `nbytes` bytes, without any block; the header comes last."""
     begin, count = _num_blocks(nbytes) * BLOCK, _num_blocks(nbytes)
     with open(path, "r+b", buffering=0) as file:
         file.truncate(begin + BLOCK + count)
@@ -155,11 +151,7 @@ class BlockFile(ShardFile):
         return run[0] * BLOCK, min(run[1] * BLOCK, self.nbytes)
 
     def publish(self, run: tuple[int, int], content: memoryview) -> None:
-        """Write absent blocks, then mark them as present. The caller has locked them.
-
-        Raises:
-            OSError: The blocks could not be written, and remain absent.
-        """
+        """Write absent blocks, which the caller has locked, then mark them as present; after an OSError, they remain absent."""
         begin, _ = self.extent(run)
         while len(content):
             count = os.pwrite(self.fd, content, begin)

@@ -62,11 +62,7 @@ class NodeCache:
         return NodeCache, (self.folder, self._max_open)
 
     def read_many(self, ranges: Sequence[Range]) -> None:
-        """Read ranges of files; fetch absent blocks first.
-
-        Raises:
-            FormatError, MissingShardError, RemoteError: As for `fetch_many`.
-        """
+        """Read ranges of files, and fetch absent blocks first; errors are as for `fetch_many`."""
         now_s = time.monotonic()
         by_file: dict[RemoteFile, list[Range]] = {}
         for extent in _read_present(ranges, {file: self.find_local(file, now_s) for file, *_ in ranges}):

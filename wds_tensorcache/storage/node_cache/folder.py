@@ -109,12 +109,7 @@ class CacheFolder:
         self._is_counted = False
 
     def open_file(self, digest: bytes, nbytes: int) -> BlockFile:
-        """Open the file of an object, or create it.
-
-        Raises:
-            Bypass: There is no room for the file, or the folder stays locked.
-            OSError: The folder or its disk cannot be written.
-        """
+        """Open or create the file of an object; raise Bypass if there is no room, OSError if the disk cannot be written."""
         path = os.path.join(self.path, digest.hex() + SUFFIX)
         file = open_block_file(path, digest, nbytes)
         if file is not None:
@@ -133,12 +128,7 @@ class CacheFolder:
         return file
 
     def reserve(self, wanted: Sequence[tuple[BlockFile, BlockRuns]]) -> None:
-        """Allocate disk space for absent blocks, which the caller has locked; evict other files if needed.
-
-        Raises:
-            Bypass: There is no room for all blocks, or the folder stays locked.
-            OSError: The folder or its disk cannot be written.
-        """
+        """Allocate disk space for absent blocks, which the caller has locked; evict files if needed. Errors as `open_file`."""
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
         tables = BLOCK * sum(1 + len(runs) // _RUNS_PER_TABLE for _, runs in wanted)
         with self._lock_space() as space:

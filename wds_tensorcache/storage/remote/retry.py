@@ -161,11 +161,7 @@ class Request:
         return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
     def check(self, received: ObjectInfo) -> ObjectInfo:
-        """Check a received state; return it, with the expected tag if it has no tag.
-
-        Raises:
-            FormatError: The object has changed.
-        """
+        """Check a received state, and return it with the expected tag if it has none; raise FormatError if it has changed."""
         expected = self.state
         if expected is None:
             return received
@@ -177,13 +173,7 @@ class Request:
         return ObjectInfo(received.nbytes, received.tag or expected.tag)
 
     def repeat(self, attempt: Callable[[], _Result]) -> _Result:
-        """Return the result of an attempt; repeat the attempt after faults that may pass, until no time remains.
-
-        Raises:
-            RemoteError: No time remains for another attempt.
-            CancelledError: The caller cancelled the request.
-            Exception: Any other error of an attempt.
-        """
+        """Return the result of an attempt; repeat it after faults that may pass, and raise RemoteError when no time remains."""
         while True:
             check_cancelled()
             try:
@@ -277,11 +267,7 @@ def _cancel_all() -> None:
 
 
 def timeout_s() -> float:
-    """Return the time limit of a short request with its retries, in seconds.
-
-    Raises:
-        ValueError: The environment variable is not a positive number.
-    """
+    """Return the time limit of a short request with its retries, in seconds; raise ValueError if the variable is invalid."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return _TIMEOUT_S

@@ -145,12 +145,7 @@ class StoreClient:
         raise request.error(f"the store cannot be opened ({name}); check {_SETTINGS[self.scheme]}")
 
     def call(self, request: Request, send: Callable[[Any, str], _Result], *, is_upload: bool = False) -> _Result:
-        """Return `send(store, key)` for a store of obstore and the object's key.
-
-        Raises:
-            Unmet: The condition of the request is not met.
-            Exception: As for `Client`.
-        """
+        """Return `send(store, key)`; raise Unmet if the condition of the request is not met, and errors as `Client` does."""
         key = bucket_and_key(request.url)[1]
         store = self._store(request.limit_s, request, is_upload)
         failed: Exception
