@@ -159,10 +159,8 @@ class Alternatives:
     def check(self, cache: Any) -> None:
         """Check that `cache` has these alternatives. Warn if independent choices seem to belong together.
 
-        Raises:
-            BatchError: A name or pattern matches no tensor of the cache, and no value of its first sample. Or a name in the
-                batch belongs to a tensor outside its alternatives.
-            ValueError: An alternative is a container of tensors; use the pattern `NAME.*` for the tensors in it.
+        Raises BatchError if a name or pattern matches no tensor of the cache, and no value of its first sample, or if a name in
+        the batch belongs to a tensor outside its alternatives; ValueError if an alternative is a container of tensors.
         """
         names = list(cache.schema)
         self.check_patterns(names)
@@ -328,11 +326,7 @@ class Randomness:
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
-        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`; the first alternative is the default.
-
-        Raises:
-            ValueError: `choose` has another form, or `choose` and `choices` do not fit each other.
-        """
+        """Return the randomness for `choose=` and `choices=` of `read_batch`; raise ValueError if they do not fit together."""
         if choose is None:
             if choices is not None:
                 raise ValueError("choices without choose=, which says what the alternatives are")
@@ -444,11 +438,8 @@ class ChosenRequest(Request):
     def values(self, samples: Sequence[Any] = ()) -> Mapping[str, Sequence[tuple[str, Any]]]:
         """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
 
-        `samples` contains the samples of `rows` if all were decoded before.
-
-        Raises:
-            BatchError: A sample has none of the alternatives, or names that are chosen together cannot be paired;
-                and the errors of `chooser`.
+        `samples` contains the samples of `rows` if all were decoded before. Raises BatchError if a sample has no alternatives,
+        or if names that are chosen together cannot be paired; and the errors of `chooser`.
         """
         if not self.of_values or self.known_values:
             return self.known_values
@@ -535,10 +526,8 @@ class ChosenRequest(Request):
 def choose_alternatives(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
     """Return a request that has only the chosen alternative of each group.
 
-    Raises:
-        BatchError: A sample has none of the alternatives of a name, or names that are chosen together cannot be paired. Or a
-            pattern matches no tensor, or a name belongs to another tensor.
-        ValueError: An alternative is a container of tensors; and the errors of `chooser`.
+    Raises BatchError if a sample has none of the alternatives of a name, if names that are chosen together cannot be paired,
+    if a pattern matches no tensor, or if a name belongs to another tensor; and the errors of `chooser`.
     """
     request.find_names()  # an old index may lack names of alternatives
     stored = layouts_of(request.rows)

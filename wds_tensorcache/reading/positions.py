@@ -97,9 +97,7 @@ def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
     """Return sample indices, int64 in `[0, count)`, for indices (which may be negative), keys, or a mask.
 
-    Raises:
-        IndexError, KeyError: A sample does not exist.
-        TypeError: `indices` is not a sequence of ints or keys, nor a mask of `count` bools.
+    Raises IndexError or KeyError if a sample does not exist, and TypeError for anything but ints or keys, or `count` bools.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"indices must be a sequence of ints or keys, got {indices!r:.100}")

@@ -208,13 +208,9 @@ class Shard:
         return [self.layout(row) for row in rows[first_rows].tolist()], inverse
 
     def sample(self, row: int, stored: bytes | None = None) -> Any:
-        """Return a sample with lazy tensors.
+        """Return a sample with lazy tensors; raise FormatError if it is damaged, or UnsafeSkeletonError.
 
         Cost: one read, of the sample's skeleton, unless `stored` contains the bytes at `skeleton_extent`.
-
-        Raises:
-            FormatError: The shard is damaged, or does not match its index.
-            UnsafeSkeletonError: The skeleton names code outside the format.
         """
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)

@@ -95,10 +95,8 @@ class TarStream:
     def finish(self) -> TarFormatError | None:
         """Return the error for a tar header after the end of the archive; None if the rest of the stream has none.
 
-        A compressed stream is read to its end.
-
-        Raises:
-            TarFormatError: The compressed stream is cut short, does not match its checksum, or expands too much.
+        A compressed stream is read to its end. Raises TarFormatError if it is cut short, differs from its checksum, or expands
+        too much.
         """
         end, hidden = self._at - BLOCK, None
         while (hidden is None or self._compressed is not None) and (blocks := self._take(_MAX_SKIP_NBYTES)):

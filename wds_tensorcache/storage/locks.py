@@ -98,10 +98,8 @@ def _flock(fd: int, kind: int) -> bool | None:
 def locked_folder(folder: str) -> Iterator[bool]:
     """Hold the lock of a folder, which protects changes of shared files in it.
 
-    Yields True with the lock, and False if the file system has no locks on folders, for example NFS.
-
-    Raises:
-        FileExistsError: Another process or thread still held the lock after 60 s.
+    Yields True with the lock, and False if the file system has no locks on folders, for example NFS. Raises FileExistsError if
+    another process or thread still held the lock after 60 s.
     """
     with contextlib.closing(Flock(folder, wait_s=_FOLDER_WAIT_S)) as lock:
         if lock.is_locked is False:
@@ -168,14 +166,9 @@ class RangeLocks(OwnedFile):
         super().__init__(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
-        """Lock `length` bytes from byte `begin` on, or all later bytes if `length` is 0.
+        """Lock `length` bytes from byte `begin` on, or all later bytes if `length` is 0; return whether the lock was taken.
 
-        Args:
-            shared: Let other holders share the lock. Otherwise the lock is exclusive.
-            wait: Wait until no other holder has a conflicting lock.
-
-        Returns:
-            True if the lock was taken; False if `wait` is False and another holder has a conflicting lock.
+        With `shared`, other holders may share the lock. With `wait`, wait until no other holder has a conflicting lock.
         """
         return lock_range(self.fd, begin, length, shared=shared, wait=wait)
 

@@ -304,11 +304,7 @@ class Plan:
         }
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """Load the weights of a state, and return its position.
-
-        Raises:
-            ValueError: The state is damaged, or belongs to other samples or settings; nothing is changed then.
-        """
+        """Load a state's weights, and return its position; if the state does not fit, raise ValueError and change nothing."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version == 1:
             raise ValueError(

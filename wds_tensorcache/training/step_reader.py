@@ -41,11 +41,7 @@ class StepReader:
         return merged
 
     def read(self, step: Step, options: dict[str, Any]) -> Any:
-        """Return the batch of a step; `options` are options of `Cache.read_batch`.
-
-        Raises:
-            RuntimeError: A function of the caller raised StopIteration, which would silently end an epoch of torch or DALI.
-        """
+        """Return the batch of a step; a StopIteration of the caller's code would end the epoch, and becomes a RuntimeError."""
         cache = self._caches[step.source]
         try:
             return cache._read_chosen(step.indices, self._randomness(step), **options)

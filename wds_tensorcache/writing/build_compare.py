@@ -84,11 +84,8 @@ class Comparison:
     def check(self, after: int | None = None) -> None:
         """Compare items that this rank has not compared yet, then warn of items that cannot be compared or read.
 
-        Args:
-            after: Number of the last item that was compared; None at the end of the source.
-
-        Raises:
-            StaleCacheError: Items whose keys are their positions have changed or were removed.
+        `after` is the number of the last item that was compared, None at the end of the source. Raises StaleCacheError if items
+        whose keys are their positions have changed or were removed.
         """
         items = self._items
         if not self._has_looked_ahead:

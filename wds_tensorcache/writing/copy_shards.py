@@ -285,10 +285,8 @@ def write_shard(
 ) -> ShardIndex:
     """Write a shard from members of other shards; scan it, and return its index.
 
-    `origins` contains the result of `ShardIndex.origin` for each sample, in order.
-
-    Raises:
-        FormatError: The ranges do not form an intact tar. Nothing is written.
+    `origins` contains the result of `ShardIndex.origin` for each sample, in order. Raises FormatError, and writes nothing, if
+    the ranges do not form an intact tar.
     """
     output, nbytes = Output(path, fsync), 0
     try:

@@ -57,16 +57,12 @@ def write_layout(path: str, digest: bytes, nbytes: int) -> None:
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object; return None if there is no valid file of this user, object and boot.
-
-    Raises:
-        OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
-    """
+    """Open the file of an object; return None if there is no valid file of this user, object and boot."""
     try:
         file = BlockFile(path, os.open(path, _FLAGS), nbytes)
     except OSError as exc:
         if exc.errno in SHORTAGES:
-            raise
+            raise  # the file itself may be good, so it must not be replaced
         return None
     is_ours = is_owned(file.status, stat.S_ISREG, OTHERS_MAY_WRITE) and file.is_current()
     return file if is_ours and os.pread(file.fd, BLOCK, _num_blocks(nbytes) * BLOCK) == _header(digest) else None

@@ -211,13 +211,9 @@ def _errors_of_disk() -> Iterator[None]:
 
 
 def _fill(folder: CacheFolder, wanted: Sequence[_Wanted]) -> None:
-    """Fetch absent blocks; stop if their file is evicted.
+    """Fetch absent blocks; stop if their file is evicted; raise Bypass if not all blocks could be fetched into the cache.
 
     Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
-
-    Raises:
-        Bypass: Not all blocks could be fetched into the cache.
-        FormatError, MissingShardError, RemoteError: As for `fetch_many`.
     """
     while wanted:
         held: list[RangeLocks] = []
