@@ -26,7 +26,7 @@ from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
 from wds_tensorcache.shards.dali_index import build_dali_index, list_members, seems_current
-from wds_tensorcache.shards.names import dali_index_path, suffix_after
+from wds_tensorcache.shards.names import SKELETON, TENSORS, dali_index_path, member_suffix, suffix_after
 
 _PACKED = "packed"  # the output that contains the tensors' bytes
 _HOST = "packed_host"  # the same bytes on the CPU, for arrays of numpy, if the first output is on a GPU
@@ -115,7 +115,7 @@ class NativeReader(BatchSource):
 
     def nodes(self, device: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
         """Add the reader to the pipeline that is being defined, and return its nodes."""
-        skeletons, tensors = self._shards[0].suffixes
+        skeletons, tensors = (member_suffix(self._shards[0].name, half) for half in (SKELETON, TENSORS))
         # samples without this cache may have a member with the suffix of its tensors
         both = [skeletons] if any(tensors in shard.index.members for shard in self._shards) else []
         nodes: Any = fn.readers.webdataset(

@@ -184,7 +184,7 @@ def _has_text(*texts: str) -> Callable[[ast.AST], bool]:
 HOMES: dict[str, tuple[Callable[[ast.AST], bool], set[str]]] = {
     "renaming files": (_calls_os("replace", "rename", "renames"), {"storage.atomic"}),
     "locks": (_names("flock", "lockf"), {"storage.locks", "sharing.reaper"}),
-    "calls of fcntl": (_names("fcntl"), {"storage.locks", "storage.range_locks", "sharing.reaper"}),
+    "calls of fcntl": (_names("fcntl"), {"storage.locks", "sharing.reaper"}),
     "the path of DALI's index": (lambda node: getattr(node, "value", None) == ".idx", {"shards.names"}),
     "versions of DALI's index": (_has_text("v1.1", "v1.2"), {"shards.dali_index"}),
     "the path of a sidecar": (lambda node: getattr(node, "value", None) == ".index", {"shards.names"}),

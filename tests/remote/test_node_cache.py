@@ -18,8 +18,8 @@ from wds_tensorcache.storage.node_cache import folder
 from wds_tensorcache.storage.node_cache.block_file import BLOCK
 from wds_tensorcache.storage.node_cache.cache import NodeCache, open_node_cache
 from wds_tensorcache.storage.node_cache.identity import digest_of
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
+from wds_tensorcache.storage.remote.retry import ObjectInfo
 
 MB = 1 << 20
 

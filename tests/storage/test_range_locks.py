@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.children import finish, start
-from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
+from wds_tensorcache.storage.locks import CAN_LOCK_RANGES, RangeLocks
 
 
 @pytest.mark.skipif(not CAN_LOCK_RANGES, reason="only Linux has locks that belong to open files")

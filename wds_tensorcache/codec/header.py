@@ -150,10 +150,8 @@ def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], 
     """Return the header of a `.safetensors` member, with its length field and zeros as its digest (see `sign_header`).
 
     `tensors` contains (name, stored dtype, shape in stored elements, number of bytes) for each tensor, in the order of the
-    tensors' bytes. The length of the header is a multiple of `align`.
-
-    Raises:
-        ValueError: `align` is not a positive multiple of 8, or the header exceeds `MAX_HEADER_NBYTES`.
+    tensors' bytes. The length of the header is a multiple of `align`, a positive multiple of 8. Raises ValueError for another
+    `align`, or if the header exceeds `MAX_HEADER_NBYTES`.
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")
@@ -189,10 +187,8 @@ plan_small_member = lru_cache(256)(plan_member)  # samples whose tensors have eq
 def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:
     """Validate the header of a `.safetensors` member; return its layout, and its digest (None if it has none).
 
-    `member` may be only the beginning of the member; `member_nbytes` is then the length of the whole member.
-
-    Raises:
-        FormatError: The header breaks a rule of FORMAT.md 3.1, is not completely in `member`, or does not match the length.
+    `member` may be only the beginning of the member; `member_nbytes` is then the length of the whole member. Raises FormatError
+    if the header breaks a rule of FORMAT.md 3.1, is not completely in `member`, or does not match the length.
     """
     nbytes = len(member) if member_nbytes is None else member_nbytes
     end = 8 + int.from_bytes(member[:8], "little")

@@ -163,12 +163,7 @@ class PendingLoads:
         return value
 
     def run(self) -> None:
-        """Read the bytes of all added tensors.
-
-        Raises:
-            FormatError: A loaded value is invalid, or a shard was changed.
-            RemoteError: A remote shard cannot be read.
-        """
+        """Read the bytes of all added tensors; raise FormatError for an invalid value or a changed shard, or RemoteError."""
         self._reads.sort()
         source: Any = None
         buffers: list[Any] = []

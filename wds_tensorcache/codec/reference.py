@@ -101,11 +101,7 @@ def reference_text(kind: str, name: str, attribute: str | None) -> str:
 
 
 def parse_reference(text: str) -> tuple[str, str, str | None]:
-    """Return the kind, the tensor's name, and the attribute `dtype` or None, in the string of a reference.
-
-    Raises:
-        FormatError: The string has an unknown kind or attribute.
-    """
+    """Return kind, name, and attribute `dtype` or None, in the string of a reference; raise FormatError if one is unknown."""
     kind, _, rest = text.partition(":")
     name, mark, attributes = rest.partition("?")
     if kind not in ("tensor", "ndarray"):
@@ -116,11 +112,7 @@ def parse_reference(text: str) -> tuple[str, str, str | None]:
 
 
 def resolve(layout: Layout, text: str) -> Reference:
-    """Return the reference that the string `text` stands for; the layout caches it.
-
-    Raises:
-        FormatError: The string has an unknown kind, tensor, attribute or dtype.
-    """
+    """Return the reference that the string `text` stands for, cached by the layout; raise FormatError if a part is unknown."""
     reference: Reference | None = layout.references.get(text)
     if reference is not None:
         return reference

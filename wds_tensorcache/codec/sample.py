@@ -166,10 +166,7 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
     """Check that two members belong together; return the offset and the digest of the skeleton's body.
 
     `nbytes` and `digest` are the length and the digest of the `.safetensors` member. A member that stores no digest has the
-    digest None.
-
-    Raises:
-        FormatError: The two members do not belong together, or `parse_preamble` refuses the skeleton.
+    digest None. Raises FormatError if the two members do not belong together, or if `parse_preamble` refuses the skeleton.
     """
     begin, expected_nbytes, expected_digest, body_digest = parse_preamble(skeleton)
     if expected_digest is None and digest is not None and had_preamble(skeleton, nbytes, digest):
@@ -241,10 +238,8 @@ def _interpret(
 def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[str, ...], Further]:
     """Return the strings of a skeleton's references, and the further names of its tensors.
 
-    The body of the skeleton starts at byte `begin`. The strings are in the order of the tensors' bytes.
-
-    Raises:
-        UnsafeSkeletonError, FormatError: The skeleton needs `allow=`, or is damaged.
+    The body of the skeleton starts at byte `begin`. The strings are in the order of the tensors' bytes. Raises FormatError if
+    the skeleton needs `allow=`, or is damaged.
     """
     template, form = layout.form.template, layout.form
     values = MISS if template is None else template.match(skeleton, begin)

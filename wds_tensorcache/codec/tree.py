@@ -333,7 +333,6 @@ def _find_places(
 
 
 def _path_of(link: _Link) -> str | None:
-    """Return the path of a place; None if it is too long."""
     # Memory: many places below one long key would need the key once each.
     parts, room = list[str](), _MAX_NAME
     while link is not None:

@@ -30,7 +30,7 @@ from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
 from wds_tensorcache.shards.manifest import FoundShard, check_listed, stored_digest
 from wds_tensorcache.shards.tar import BLOCK
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
+from wds_tensorcache.storage.remote.retry import ObjectInfo
 from wds_tensorcache.storage.urls import reveal
 from wds_tensorcache.training.order import EpochOrder
 from wds_tensorcache.training.sampler import warn_of_earlier_epoch

@@ -107,7 +107,7 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
             folder.new_file(_marker(job.id)).finish()
         else:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
-            locks.enter_context(Flock(folder.locate(_marker(job.id)), flags, wait_s=60))
+            locks.callback(Flock(folder.locate(_marker(job.id)), flags, wait_s=60).close)
         try:
             # an empty manifest hides the shards from readers until the write is complete
             change_manifest(folder, lambda manifest: _prepare(folder, job, manifest))

@@ -142,8 +142,7 @@ class BatchInfo:
         return way.length(longest) if isinstance(way, Pad) else longest
 
     def _way(self, name: str) -> str | Pad | None:
-        """Return the way in which the rows of a tensor were collated; None if a function collated them."""
-        return None if self._collate is None else self._collate.ways_for([name])[0]
+        return None if self._collate is None else self._collate.way(name)
 
     def _is_lacking(self, name: str) -> bool:
         """Return whether the cache has a tensor that all samples of the batch lack."""

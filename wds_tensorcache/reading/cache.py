@@ -149,7 +149,6 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return original_name(key) if stored is None else stored
 
     def _name_at(self, number: int, key: str) -> str | None:
-        """Return the original name of a sample, whose key is `key`; None if it is unknown."""
         stored = self._stored_name(number)
         with contextlib.suppress(InvalidKeyError):
             return original_name(key) if stored is None else stored
@@ -426,11 +425,9 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _request(self, indices: Any, *, collate: Any = None) -> Any:
-        """Return a request for samples.
+        """Return a request for samples by index or key, or for those of a request of another view of the same cache.
 
-        Args:
-            indices: Indices or keys, or a request of another view of the same cache.
-            collate: As in `read_batch`. The batch has all tensors that it pads or lists, even if all samples lack them.
+        The batch has all tensors that `collate` pads or lists, even if all samples lack them.
         """
 
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
@@ -620,7 +617,8 @@ class TensorCache(Cache[_Sample]):
         last = self._last_fixed  # read once, because another thread may replace it
         if last is None or last[0] != collate:
             ways = collate if isinstance(collate, Collate) else as_collate(collate, 0)
-            fixed = tuple(dict.fromkeys([*self._names, *filter(ways.fixes, self._batch_names())]))
+            others = [name for name in self._batch_names() if ways.way(name) not in ("stack", "auto")]
+            fixed = tuple(dict.fromkeys([*self._names, *others]))
             last = self._last_fixed = copy.copy(collate), fixed
         return last[1]
 

@@ -61,24 +61,12 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Group:
-    """Names that are chosen together, with the alternatives of each name.
+    """Names that are chosen together, with the alternatives of each name."""
 
-    Attributes:
-        names: Names in the batch.
-        patterns: For each name, the names or patterns of its alternatives in a sample.
-        prefix: Prefix of these names in the joined cache to which the samples belong; empty without a joined cache.
-        weights: Weight of each pattern of a name; None if each alternative has the same probability.
-    """
-
-    names: tuple[str, ...]
-    patterns: tuple[tuple[str, ...], ...]
-    prefix: str = ""
-    weights: tuple[float, ...] | None = None
-
-    @property
-    def items(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Each name with the patterns of its alternatives."""
-        return zip(self.names, self.patterns, strict=True)
+    names: tuple[str, ...]  # in the batch
+    patterns: tuple[tuple[str, ...], ...]  # for each name, the names or patterns of its alternatives in a sample
+    prefix: str = ""  # of these names in the joined cache to which the samples belong; empty without a joined cache
+    weights: tuple[float, ...] | None = None  # of each pattern of a name; None for equal probabilities
 
     @cached_property
     def whole_names(self) -> list[str]:
@@ -136,11 +124,7 @@ class Alternatives:
 
     @classmethod
     def of(cls, choose: Any) -> Alternatives:
-        """Return the alternatives for an argument `choose=`; see `Cache.read_batch`.
-
-        Raises:
-            ValueError: `choose` is not a dict of this form, or contains a name twice.
-        """
+        """Return the alternatives for an argument `choose=`; raise ValueError if it has another form."""
         if isinstance(choose, Alternatives):
             return choose
         if not isinstance(choose, Mapping) or not choose:
@@ -165,7 +149,7 @@ class Alternatives:
     @cached_property
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """Names or patterns of the alternatives, by name in the batch."""
-        return {name: patterns for group in self.groups for name, patterns in group.items}
+        return {n: row for group in self.groups for n, row in zip(group.names, group.patterns, strict=True)}
 
     @cached_property
     def covers(self) -> Wanted:
@@ -175,10 +159,8 @@ class Alternatives:
     def check(self, cache: Any) -> None:
         """Check that `cache` has these alternatives. Warn if independent choices seem to belong together.
 
-        Raises:
-            BatchError: A name or pattern matches no tensor of the cache, and no value of its first sample. Or a name in the
-                batch belongs to a tensor outside its alternatives.
-            ValueError: An alternative is a container of tensors; use the pattern `NAME.*` for the tensors in it.
+        Raises BatchError if a name or pattern matches no tensor of the cache, and no value of its first sample, or if a name in
+        the batch belongs to a tensor outside its alternatives; ValueError if an alternative is a container of tensors.
         """
         names = list(cache.schema)
         self.check_patterns(names)
@@ -318,7 +300,6 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
 
 
 def _check_container(name: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """Raise ValueError if an alternative is a container of tensors; `names` are the names of the samples' tensors."""
     for pattern in patterns:
         if fnmatch.filter(names, f"{pattern}.*"):
             raise ValueError(
@@ -336,27 +317,16 @@ def _other_tensor(name: str) -> BatchError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """The inputs for the seeds and choices of a batch, except its sample indices.
+    """The inputs for the seeds and choices of a batch, except its sample indices."""
 
-    Attributes:
-        seed: Seed of the loader.
-        epochs: Epoch of the batch, or of each sample, int64 `[B]`.
-        alternatives: Alternatives to choose from.
-        choices: Choices that the caller made, by name; None to choose by the seeds.
-    """
-
-    seed: int = 0
-    epochs: int | Array = 0
+    seed: int = 0  # of the loader
+    epochs: int | Array = 0  # epoch of the batch, or of each sample, int64 `[B]`
     alternatives: Alternatives = Alternatives()
-    choices: Mapping[str, Any] | None = None
+    choices: Mapping[str, Any] | None = None  # that the caller made, by name; None to choose by the seeds
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
-        """Return the randomness for `choose=` and `choices=` of `Cache.read_batch`; the first alternative is the default.
-
-        Raises:
-            ValueError: `choose` has another form, or `choose` and `choices` do not fit each other.
-        """
+        """Return the randomness for `choose=` and `choices=` of `read_batch`; raise ValueError if they do not fit together."""
         if choose is None:
             if choices is not None:
                 raise ValueError("choices without choose=, which says what the alternatives are")
@@ -447,28 +417,20 @@ class Choices(Mapping[str, Array]):
 
 @dataclass(frozen=True, slots=True)
 class ChosenRequest(Request):
-    """A request with one alternative chosen for each sample.
+    """A request with one alternative chosen for each sample."""
 
-    Attributes:
-        base: The request for whole samples.
-        alternatives, chooser: Alternatives to choose from, and the function that chooses.
-        picked: Layouts of the samples, with the chosen tensors.
-        firsts: For each group with values, the alternatives of each sample, for the first name that has alternatives.
-        choices: By group, the choice of each sample, int64 `[B]`. Groups without tensors are missing until `values` is called.
-        of_values: Name, group and patterns of alternatives that are not tensors.
-        known_values: Result of `values`; empty until it is called.
-        decoded: The values of the batch; None if the batch was not read.
-    """
-
-    base: Request
+    base: Request  # for whole samples
     alternatives: Alternatives
     chooser: Chooser
-    picked: Layouts
+    picked: Layouts  # of the samples, with the chosen tensors
+    # for each group with values, the alternatives of each sample, for the first name that has alternatives
     firsts: dict[Group, list[dict[_Match, str]]]
-    choices: dict[Group, Array]
-    of_values: Sequence[tuple[str, Group, tuple[str, ...]]]
-    known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)
-    decoded: Decoded | None = None
+    choices: dict[
+        Group, Array
+    ]  # of each sample, int64 `[B]`; groups without tensors are missing until `values` is called
+    of_values: Sequence[tuple[str, Group, tuple[str, ...]]]  # name, group and patterns of alternatives without tensors
+    known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)  # result of `values`
+    decoded: Decoded | None = None  # the values of the batch; None if the batch was not read
 
     def layouts(self) -> Layouts:
         return self.picked
@@ -476,11 +438,8 @@ class ChosenRequest(Request):
     def values(self, samples: Sequence[Any] = ()) -> Mapping[str, Sequence[tuple[str, Any]]]:
         """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
 
-        `samples` contains the samples of `rows` if all were decoded before.
-
-        Raises:
-            BatchError: A sample has none of the alternatives, or names that are chosen together cannot be paired;
-                and the errors of `chooser`.
+        `samples` contains the samples of `rows` if all were decoded before. Raises BatchError if a sample has no alternatives,
+        or if names that are chosen together cannot be paired; and the errors of `chooser`.
         """
         if not self.of_values or self.known_values:
             return self.known_values
@@ -567,10 +526,8 @@ class ChosenRequest(Request):
 def choose_alternatives(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
     """Return a request that has only the chosen alternative of each group.
 
-    Raises:
-        BatchError: A sample has none of the alternatives of a name, or names that are chosen together cannot be paired. Or a
-            pattern matches no tensor, or a name belongs to another tensor.
-        ValueError: An alternative is a container of tensors; and the errors of `chooser`.
+    Raises BatchError if a sample has none of the alternatives of a name, if names that are chosen together cannot be paired,
+    if a pattern matches no tensor, or if a name belongs to another tensor; and the errors of `chooser`.
     """
     request.find_names()  # an old index may lack names of alternatives
     stored = layouts_of(request.rows)
@@ -590,7 +547,8 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
     choices, firsts = dict[Group, Array](), dict[Group, list[dict[_Match, str]]]()
     for group in alternatives.groups:
         has_tensors = any(map(has_any.__contains__, group.names))
-        for name, patterns in group.items:
+        for name in group.names:
+            patterns = alternatives.patterns[name]
             # all samples of the batch may lack a tensor that is chosen together with others
             if name in has_any or (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
                 tensors.append((name, group))
@@ -665,11 +623,7 @@ class _Rest(Structures):
         self._contents: dict[Any, tuple[Form, _Contents]] = {}
 
     def contents(self, layout: Layout, sample_key: Callable[[], str]) -> _Contents:
-        """Return the alternatives of a sample with this layout, by name in the batch, and the names of its other tensors.
-
-        Raises:
-            BatchError: Another tensor has the name of a chosen tensor, or names that are chosen together cannot be paired.
-        """
+        """Return alternatives by name in the batch, and the other tensors' names; raise BatchError if they clash."""
         key = id(layout.form), layout.texts, layout.further
         kept = self._contents.get(key)
         if kept is None:

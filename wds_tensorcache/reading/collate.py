@@ -60,17 +60,11 @@ def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
 
 @dataclass(frozen=True, slots=True)
 class Collate:
-    """The way to collate each tensor of a batch, by tensor name.
+    """The way to collate each tensor of a batch, by tensor name."""
 
-    Attributes:
-        ways: `"stack"`, `"list"`, `"pad"`, `"auto"` or a `Pad`, by tensor name or pattern.
-        pad_value: Fill value for `"pad"`: a number, or numbers by tensor name or pattern.
-        prefix: Prefix added to a tensor's name before it is matched; used by joined caches.
-    """
-
-    ways: Mapping[str, str | Pad]
-    pad_value: PadValue = 0
-    prefix: str = ""
+    ways: Mapping[str, str | Pad]  # `"stack"`, `"list"`, `"pad"`, `"auto"` or a `Pad`, by tensor name or pattern
+    pad_value: PadValue = 0  # for `"pad"`: a number, or numbers by tensor name or pattern
+    prefix: str = ""  # added to a tensor's name before it is matched; used by joined caches
 
     def with_prefix(self, prefix: str) -> Collate:
         """Return a copy that adds `prefix` to tensor names, for one cache of a joined cache."""
@@ -83,15 +77,9 @@ class Collate:
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                     raise BatchError(f"{option} has an {unknown_name('tensor', pattern, names)}")
 
-    def ways_for(self, names: Sequence[str]) -> list[str | Pad]:
-        """Return the way to collate each tensor: by its name, else by the first pattern that matches, else "stack"."""
-        return [self._way(self.prefix + name) for name in names]
-
-    def fixes(self, name: str) -> bool:
-        """Return whether the tensor is padded or listed: every batch then has it, even if all samples lack it."""
-        return self._way(self.prefix + name) not in ("stack", "auto")
-
-    def _way(self, name: str) -> str | Pad:
+    def way(self, name: str) -> str | Pad:
+        """Return the way to collate a tensor: by its name, else by the first pattern that matches, else "stack"."""
+        name = self.prefix + name
         way: str | Pad = _find(self.ways, name, "stack")
         if way == "pad":
             return Pad(None, _find(self.pad_value, name, 0) if isinstance(self.pad_value, Mapping) else self.pad_value)

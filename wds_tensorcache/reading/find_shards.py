@@ -97,8 +97,11 @@ def _expand(source: str) -> Iterator[str]:
         yield source
         return
     check_not_url(source)
-    for path in expand_braces(source):
-        matches = [path] if os.path.exists(path) else sorted(glob.glob(_escape_existing(path)))
+    head = existing_folder(source)  # in the names of folders that exist, braces and wildcards are literal
+    for path in (head + expanded for expanded in _expand_all(source[len(head) :])):
+        folder = existing_folder(path)
+        pattern = glob.escape(folder) + path[len(folder) :]
+        matches = [path] if os.path.exists(path) else sorted(glob.glob(pattern))
         if not matches:
             raise FileNotFoundError(
                 f"{path or repr(path)} {'matches no file' if glob.has_magic(path) else 'does not exist'}"
@@ -265,18 +268,6 @@ def file_identity(path: str) -> tuple[int, int]:
     """Return numbers that are equal for all names of the same file."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
-
-
-def expand_braces(pattern: str) -> list[str]:
-    """Return the expansion of a pattern with braces. In names of folders that exist, braces are literal."""
-    head = existing_folder(pattern)
-    return [head + expanded for expanded in _expand_all(pattern[len(head) :])]
-
-
-def _escape_existing(pattern: str) -> str:
-    """Return a pattern for `glob` in which the names of leading folders that exist are escaped."""
-    folder = existing_folder(pattern)
-    return glob.escape(folder) + pattern[len(folder) :]
 
 
 def existing_folder(pattern: str) -> str:

@@ -132,9 +132,6 @@ def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array |
     """Return the index in `other` of each sample's match, -1 without a match, and the keys that only `other` has.
 
     The array is None if both caches have the same keys in the same order. With `key_map`, no keys are returned.
-
-    Raises:
-        KeyError: A key occurs twice in `other`.
     """
     if key_map is None and _are_equal(first, other):
         return None, []

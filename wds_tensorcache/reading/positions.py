@@ -47,7 +47,7 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
     once, not searched for each shard.
     """
     if isinstance(positions, range):
-        runs = list(_runs(store, positions))
+        runs = list(shard_runs(store, positions))
         store.load_indexes([at for at, _, _ in runs])
         for at, first, last in runs if positions.step > 0 else reversed(runs):
             yield store.shards[at], slice(first, last), as_array(positions[first:last]) - store.starts[at]
@@ -64,7 +64,7 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
         yield store.shards[at], which, positions[which] - store.starts[at]
 
 
-def _runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, int]]:
+def shard_runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, int]]:
     """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`."""
     if not isinstance(positions, range):
         numbers = store.shard_numbers(positions)
@@ -88,24 +88,17 @@ def _edges(numbers: Array) -> Array:
 
 def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
     """Yield `(shard, rows)` for each run of positions in one shard, in the order of the positions."""
-    runs = _runs(store, positions)
+    runs = shard_runs(store, positions)
     while ahead := list(islice(runs, _SHARDS_AHEAD)):
         store.load_indexes([at for at, _, _ in ahead])
         for at, first, last in ahead:
             yield store.shards[at], as_array(positions[first:last]) - store.starts[at]
 
 
-def shard_runs(store: Store, positions: Positions) -> list[int]:
-    """Return the length of each run of positions in one shard, in the order of the positions."""
-    return [last - first for _, first, last in _runs(store, positions)]
-
-
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
     """Return sample indices, int64 in `[0, count)`, for indices (which may be negative), keys, or a mask.
 
-    Raises:
-        IndexError, KeyError: A sample does not exist.
-        TypeError: `indices` is not a sequence of ints or keys, nor a mask of `count` bools.
+    Raises IndexError or KeyError if a sample does not exist, and TypeError for anything but ints or keys, or `count` bools.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"indices must be a sequence of ints or keys, got {indices!r:.100}")

@@ -207,11 +207,7 @@ def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | 
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
-    """Return a tensor's distinct shapes, and the index of each sample's shape. Cost: a few numpy operations per shard.
-
-    Raises:
-        KeyError: A sample has no tensor with this name.
-    """
+    """Return a tensor's distinct shapes, and the index of each sample's shape; raise KeyError if a sample lacks the tensor."""
     forms = _Forms()
     numbers: dict[tuple[int, ...], int] = {}
     result = np.empty(len(positions), np.int64)

@@ -91,7 +91,8 @@ class Store:
         self._examined: set[int] = set()  # numbers of shards that `find_names` has examined
         self._has_names: dict[Form, bool] = {}
         self._table: KeyTable | None = None
-        self._executor = _threads(num_threads)
+        # returns the threads that read alongside the caller's thread; None if `num_threads` is 1
+        self.executor = _threads(num_threads)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -172,13 +173,9 @@ class Store:
         )
         return np.concatenate(texts), np.concatenate(lengths)
 
-    def executor(self) -> Threads | None:
-        """Return the threads that read alongside the caller's thread; None if `num_threads` is 1."""
-        return self._executor()
-
     def close(self) -> None:
         """Close files and threads, and return idle memory to the system."""
-        threads, self._executor = self._executor, _threads(self.num_threads)
+        threads, self.executor = self.executor, _threads(self.num_threads)
         if (executor := threads()) is not None:
             executor.shutdown()
         self.files.close()
@@ -198,5 +195,4 @@ def load_indexes(shards: Iterable[Shard]) -> None:
 
 
 def _threads(num_threads: int) -> Callable[[], Threads | None]:
-    """Return a function that returns this process's additional threads; the result is None with a single thread."""
     return per_process(lambda: Threads(num_threads - 1, "tensorcache") if num_threads > 1 else None)

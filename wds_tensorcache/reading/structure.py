@@ -97,11 +97,7 @@ def drop_none(sample: Any, name: str) -> None:
 
 
 def put(sample: Any, name: str, value: Any) -> None:
-    """Put a chosen tensor or value into nested dicts, at the path `name`; add missing dicts.
-
-    Raises:
-        BatchError: Another value has this path, or the path leads through a value that is not a dict.
-    """
+    """Put a chosen tensor or value into nested dicts at the path `name`; raise BatchError if another value is in the way."""
     container = sample
     parts = name.split(".")
     for part, after in pairwise(parts):

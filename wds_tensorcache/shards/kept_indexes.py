@@ -23,7 +23,7 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.storage.atomic import remove_temporary, write_atomically
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.node_cache.identity import digest_of, unsigned
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
+from wds_tensorcache.storage.remote.retry import ObjectInfo
 
 _VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30

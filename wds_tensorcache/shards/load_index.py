@@ -19,11 +19,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 def load_index(file: File) -> ShardIndex:
-    """Return the index of a shard from its footer, otherwise from its sidecar, otherwise from a scan.
-
-    Raises:
-        FormatError: The file is not a shard, or is damaged.
-    """
+    """Return the index of a shard from its footer, else its sidecar, else a scan; raise FormatError if the shard is damaged."""
     index = find_index(file, lambda: _read_sidecar(file.path))
     return scan(file) if index is None else index
 
@@ -31,10 +27,8 @@ def load_index(file: File) -> ShardIndex:
 def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: bytes | None = None) -> ShardIndex | None:
     """Return the index of a shard from its footer, otherwise from its sidecar; None if neither is valid.
 
-    `tail` contains the last bytes of the shard if the caller has read them.
-
-    Raises:
-        FormatError: The index is malformed, or the sidecar does not match the shard.
+    `tail` contains the last bytes of the shard if the caller has read them. Raises FormatError if the index is malformed, or if
+    the sidecar does not match the shard.
     """
     try:
         index = read_footer(file.read, file.nbytes, tail)

@@ -137,7 +137,6 @@ def shard_url(folder: str, listed: str) -> str:
     """
     if _PLAIN(listed):  # most shards of large manifests
         return keep_secrets(folder, f"{folder}/{listed}")
-    _check_inside(listed)
     name = listed.removeprefix(f"{folder}/") if "://" in listed else listed
     parts = [part for part in name.split("/") if part != "."]
     is_encoded = name != listed and is_web(folder) and re.search("[?#]|%2[eEfF]|%5[cC]", name)
@@ -309,11 +308,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
-        """Parse the content of the manifest at `path`; None is the content of a missing file.
-
-        Raises:
-            FormatError: The manifest is malformed.
-        """
+        """Parse the content of the manifest at `path`, None for a missing file; raise FormatError if it is malformed."""
         try:
             entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:

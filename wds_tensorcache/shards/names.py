@@ -253,10 +253,7 @@ def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool]
     """Return the `Half` of a member of a sample; None if the member belongs to no cache.
 
     `suffix` and the suffixes in `members`, all members of the sample, are in lowercase. `is_bound` returns whether the member,
-    a safetensors file, declares that it belongs to a skeleton.
-
-    Raises:
-        FormatError: The other half is missing.
+    a safetensors file, declares that it belongs to a skeleton. Raises FormatError if the other half is missing.
     """
     half = half_of(suffix)
     if half is None or half.other in members:

@@ -65,11 +65,7 @@ class RemoteIndexes:
         return index
 
     def _in_folder(self, file: RemoteFile) -> ShardIndex | None:
-        """Return the index in `folder`; None if the folder has no valid index for a shard of this length.
-
-        Raises:
-            FormatError: The index is malformed, or does not match the tar headers of the shard.
-        """
+        """Return the index in `folder`, after `check_sidecar`; None if there is no valid index for a shard of this length."""
         name = name_of(file.url)
         if self.folder is None or "/" in name or "\\" in name:
             return None

@@ -22,7 +22,6 @@ from wds_tensorcache.codec.sample import check_binding, decode_body
 from wds_tensorcache.codec.skeleton.template import MISS, Template
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
-from wds_tensorcache.shards.names import SKELETON, TENSORS, member_suffix
 from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.files import File, Files
 from wds_tensorcache.storage.memory_pool import Pool
@@ -186,11 +185,6 @@ class Shard:
         """The open file of the shard, opened again if needed."""
         return self.files.get(self.path)
 
-    @property
-    def suffixes(self) -> tuple[str, str]:
-        """Suffixes of the skeleton and of the tensors of each sample, without the first dot."""
-        return member_suffix(self.name, SKELETON), member_suffix(self.name, TENSORS)
-
     def sample_row(self, row: int) -> int:
         """Return a sample's number among all samples of the shard, including samples without this cache."""
         rows = self.columns.rows
@@ -214,13 +208,9 @@ class Shard:
         return [self.layout(row) for row in rows[first_rows].tolist()], inverse
 
     def sample(self, row: int, stored: bytes | None = None) -> Any:
-        """Return a sample with lazy tensors.
+        """Return a sample with lazy tensors; raise FormatError if it is damaged, or UnsafeSkeletonError.
 
         Cost: one read, of the sample's skeleton, unless `stored` contains the bytes at `skeleton_extent`.
-
-        Raises:
-            FormatError: The shard is damaged, or does not match its index.
-            UnsafeSkeletonError: The skeleton names code outside the format.
         """
         columns = self.columns
         layout = self._layouts.get(columns.layout.item(row)) or self.layout(row)

@@ -146,11 +146,7 @@ def parse_number(field: bytes) -> int:
 
 
 def parse_records(content: bytes, begin: int) -> Records:
-    """Return the path and the size in pax records; each record is `LENGTH KEY=VALUE` and a line feed.
-
-    Raises:
-        TarFormatError: A record is malformed, or belongs to a GNU sparse member.
-    """
+    """Return path and size in pax records, each `LENGTH KEY=VALUE` and a line feed; raise TarFormatError for other bytes."""
     records: Records = {}
     at = 0
     while at < len(content):

@@ -95,10 +95,8 @@ class TarStream:
     def finish(self) -> TarFormatError | None:
         """Return the error for a tar header after the end of the archive; None if the rest of the stream has none.
 
-        A compressed stream is read to its end.
-
-        Raises:
-            TarFormatError: The compressed stream is cut short, does not match its checksum, or expands too much.
+        A compressed stream is read to its end. Raises TarFormatError if it is cut short, differs from its checksum, or expands
+        too much.
         """
         end, hidden = self._at - BLOCK, None
         while (hidden is None or self._compressed is not None) and (blocks := self._take(_MAX_SKIP_NBYTES)):
@@ -108,7 +106,6 @@ class TarStream:
         return hidden
 
     def _take_first(self) -> bytes:
-        """Return the first block of the tar; decompress the stream if it is compressed."""
         block = self._take(BLOCK)
         decompressor = next((_DECOMPRESSORS[magic] for magic in _DECOMPRESSORS if block.startswith(magic)), None)
         # a plain tar may begin with a name that looks compressed; tars from before POSIX have no `ustar`
@@ -182,8 +179,6 @@ class TarStream:
 class _Compressed:
     """A compressed stream after its first bytes, `head`, were read. `nbytes` counts the bytes that it has returned."""
 
-    closed = False
-
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head = head
         self._stream = stream
@@ -197,9 +192,3 @@ class _Compressed:
             content = self._stream.read(nbytes)
         self.nbytes += len(content)
         return content
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return False

@@ -26,9 +26,8 @@ from wds_tensorcache.sharing.reaper import (
     remove_if_abandoned,
     start_reaper,
 )
-from wds_tensorcache.storage.locks import Flock, locked_folder
+from wds_tensorcache.storage.locks import CAN_LOCK_RANGES, Flock, RangeLocks, locked_folder
 from wds_tensorcache.storage.owned import check_owner, open_owned, write_file
-from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id
 
 _SHARED_MEMORY = "/dev/shm"
@@ -126,7 +125,8 @@ class SharedFolder:
             return
         holders.close()
         # Hazard: a finalizer may call this while this thread holds the lock, to open another folder.
-        with contextlib.suppress(FileNotFoundError), Flock(os.path.dirname(self.path), wait_s=_LEAVE_S) as lock:
+        parent = os.path.dirname(self.path)
+        with contextlib.suppress(FileNotFoundError), contextlib.closing(Flock(parent, wait_s=_LEAVE_S)) as lock:
             if lock.is_locked is not False:
                 remove_if_abandoned(self.path)
 

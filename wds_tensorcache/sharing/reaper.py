@@ -103,7 +103,7 @@ def start_reaper(folder: str) -> Iterator[None]:
 
 
 def _has_reaper(folder: str) -> bool:
-    from wds_tensorcache.storage.range_locks import RangeLocks
+    from wds_tensorcache.storage.locks import RangeLocks
 
     with suppress(OSError):
         return bool(RangeLocks(os.path.join(folder, HOLDERS)).locked_by_others(_REAPER, 1))

@@ -21,8 +21,8 @@ from wds_tensorcache.errors import EncodeError, FormatError
 from wds_tensorcache.sharing.folder import SharedFolder, folder_holders
 from wds_tensorcache.sharing.segments import Full, Members, Segments, SegmentSource
 from wds_tensorcache.sharing.table import TABLE, Table
+from wds_tensorcache.storage.locks import RangeLocks
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.range_locks import RangeLocks
 
 Array = np.ndarray[Any, Any]
 # Parsed samples with large tensors and short skeletons are kept for the next hit; each takes up to tens of KB.

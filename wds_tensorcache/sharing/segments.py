@@ -20,9 +20,9 @@ from wds_tensorcache.codec.reference import MemorySource
 from wds_tensorcache.codec.sample import EncodedSample
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.sharing.table import ALIGN, MAX_SEGMENT_NBYTES, Segment, Table
+from wds_tensorcache.storage.locks import RangeLocks
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.owned import explain_no_space, open_owned
-from wds_tensorcache.storage.range_locks import RangeLocks
 from wds_tensorcache.storage.system import MAX_BUFFERS, skip_bytes
 
 # Bytes of the file `locks`. Byte `i` is the lock of sample `i`; other locks follow.

@@ -74,11 +74,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
 
 
 def publish(temporary: str, path: str) -> None:
-    """Give a complete file its final name.
-
-    Raises:
-        FileExistsError: Another file has this name.
-    """
+    """Give a complete file its final name; raise FileExistsError if another file has this name."""
     try:
         os.link(temporary, path)
     except OSError as exc:
@@ -91,11 +87,7 @@ def publish(temporary: str, path: str) -> None:
 
 
 def replace(temporary: str, path: str) -> None:
-    """Rename a complete file or folder to its final name. A file may replace a file, and a folder an empty folder.
-
-    Raises:
-        FileExistsError: `temporary` is a folder, and `path` exists and is not an empty folder.
-    """
+    """Rename a complete file or folder. A file may replace a file, a folder an empty folder; else raise FileExistsError."""
     try:
         os.replace(temporary, path)
     except OSError as exc:

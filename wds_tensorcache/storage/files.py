@@ -175,11 +175,7 @@ class ShardFile:
             _open_files[self] = None
 
     def descriptor(self) -> Descriptor:
-        """Return an open descriptor of the file. It stays open as long as the caller keeps a reference to it.
-
-        Raises:
-            FormatError: The file had to be opened again, and was replaced, changed or deleted.
-        """
+        """Return a descriptor, open while it is referenced; raise FormatError if the file was replaced, changed or deleted."""
         descriptor = self._descriptor
         if descriptor is None:
             try:

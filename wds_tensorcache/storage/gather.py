@@ -15,7 +15,6 @@ from ctypes import PYFUNCTYPE, PyDLL, c_size_t, c_void_p, cast, memmove
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from operator import attrgetter
 from time import monotonic
 from typing import Any, Protocol
 
@@ -55,7 +54,6 @@ _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
 # Bytes before the first tensor of a sample that are announced, too: its skeleton is often there.
 _BEFORE_NBYTES = 1 << 12
 _GAP_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than another system call
-_shows_pages = attrgetter("shows_pages")
 
 
 class RangeFile(Protocol):
@@ -126,7 +124,6 @@ def _copy(
     num_threads: int,
     executor: Callable[[], Executor | None],
 ) -> None:
-    """Copy ranges from memory maps."""
     bases = np.zeros(max(addresses) + 1, np.int64)
     bases[list(addresses)] = list(addresses.values())
     base = bases[ranges.file]
@@ -138,7 +135,9 @@ def _copy(
     # Distances of targets differ if other samples of the batch are read in another way.
     pitches = target[:, 1:] - target[:, :-1]
     is_equal = (nbytes == nbytes[:, :1]).all(1) & (nbytes[:, 0] > 0) & (pitches == pitches[:, :1]).all(1)
-    is_equal &= len(ranges.file) >= _FEW and _runs_as_called() and _openmp_setter() is not None
+    # within `functionalize`, `make_fx` or `FakeTensorMode`, a call of torch may copy nothing
+    runs_as_called = not _num_modes() and _innermost_transform() is None
+    is_equal &= len(ranges.file) >= _FEW and runs_as_called and _openmp_setter() is not None
     lowest, highest = int(source.min()), int(source.max())
     is_equal &= nbytes[:, 0] < _MAX_WINDOWS_NBYTES // (highest - lowest + 2 * _MAX_UNIT)
     alike, others = (slice(None), ()) if is_equal.all() else (is_equal, np.flatnonzero(~is_equal))
@@ -223,11 +222,6 @@ def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
         set_num_threads(num_threads)
 
 
-def _runs_as_called() -> bool:
-    """Return False within `functionalize`, `make_fx` or `FakeTensorMode`, where a call of torch may copy nothing."""
-    return not _num_modes() and _innermost_transform() is None
-
-
 @cache
 def _openmp_setter() -> Callable[[int], object] | None:
     """Return the function that sets the number of OpenMP threads for torch's calls from this thread; None if not found."""
@@ -256,7 +250,7 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
         return np.arange(0)
     _next_look = now + _LOOK_S
     is_large = ranges.nbytes.sum() >= _LARGE_NBYTES * count
-    if is_large and base is not None and all(map(_shows_pages, files.values())):
+    if is_large and base is not None and all(file.shows_pages for file in files.values()):
         cold = _find_incomplete(ranges, base, np.arange(0, count, 1 if is_short else max(1, count // _NUM_LOOKS)))
         if len(cold) and not is_short:
             cold = _find_incomplete(ranges, base, np.arange(count))
@@ -272,7 +266,6 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
 
 
 def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
-    """Return the positions among `samples` of samples that are not completely in memory."""
     samples, first, last = _extents(ranges, samples)
     return np.unique(samples[~are_resident(base[samples] + first, last - first)])
 

@@ -1,21 +1,28 @@
-"""Locks on files and folders (`flock`), which the system releases when the processes that hold them end.
+"""Locks on files and folders (`flock`), and on byte ranges of a file.
 
-Some network file systems have no such locks. Nothing is locked there.
+The system releases them when the processes that hold them end. Some network file systems have no locks on files and folders.
+Nothing is locked there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from struct import Struct
 
 # names of files that a writer, and a write by Ray, lock in their folder
 _LOCK = re.compile(r"\..+\.lock|\.ray-[0-9a-f]{8}\.writing", re.DOTALL).fullmatch
 _FOLDER_WAIT_S = 60.0  # many writers may change a manifest in turn, each for an instant
+CAN_LOCK_RANGES = sys.platform == "linux" and hasattr(fcntl, "F_OFD_SETLK")
+_RANGE = Struct("@hhqqi0q")  # type, whence, first byte, length (0 for all bytes after it), pid
+_BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
@@ -75,12 +82,6 @@ class Flock(OwnedFile):
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         super().close()
 
-    def __enter__(self) -> Flock:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 def _flock(fd: int, kind: int) -> bool | None:
     """Take a lock and return True; False if another open file holds it, None if the file system has no locks."""
@@ -97,12 +98,10 @@ def _flock(fd: int, kind: int) -> bool | None:
 def locked_folder(folder: str) -> Iterator[bool]:
     """Hold the lock of a folder, which protects changes of shared files in it.
 
-    Yields True with the lock, and False if the file system has no locks on folders, for example NFS.
-
-    Raises:
-        FileExistsError: Another process or thread still held the lock after 60 s.
+    Yields True with the lock, and False if the file system has no locks on folders, for example NFS. Raises FileExistsError if
+    another process or thread still held the lock after 60 s.
     """
-    with Flock(folder, wait_s=_FOLDER_WAIT_S) as lock:
+    with contextlib.closing(Flock(folder, wait_s=_FOLDER_WAIT_S)) as lock:
         if lock.is_locked is False:
             problem = f"another process has locked the folder for {_FOLDER_WAIT_S:.0f} s"
             raise FileExistsError(f"{folder}: {problem}; wait until that process ends, or write to another folder")
@@ -134,6 +133,73 @@ def is_held(path: str) -> bool:
         return not isinstance(exc, FileNotFoundError)
     with contextlib.closing(file):
         return _flock(file.fd, fcntl.LOCK_SH) is not True
+
+
+def lock_range(fd: int, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
+    """Lock bytes of the open file with descriptor `fd`; see `RangeLocks.lock`."""
+    kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
+    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    try:
+        fcntl.fcntl(fd, command, _RANGE.pack(kind, os.SEEK_SET, begin, length, 0))
+    except OSError as exc:
+        if exc.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
+class RangeLocks(OwnedFile):
+    """An open file whose bytes can be locked: exclusively by one holder, or shared by any number of holders.
+
+    The holder of a lock is this object, not a thread or a process (Linux, "open file description locks"). Two objects of this
+    class exclude each other, even in one thread. The kernel releases the locks when the last process with this
+    object's open file closes the file or ends; `unlock` releases them at once.
+
+    Raises:
+        OSError: The file does not exist, is a symbolic link, or cannot be opened.
+
+    Threads/fork: any thread; all threads of a process share the locks. With `in_children`, forked children share them, too,
+        even after this process ends.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
+        """Lock `length` bytes from byte `begin` on, or all later bytes if `length` is 0; return whether the lock was taken.
+
+        With `shared`, other holders may share the lock. With `wait`, wait until no other holder has a conflicting lock.
+        """
+        return lock_range(self.fd, begin, length, shared=shared, wait=wait)
+
+    def unlock(self, begin: int, length: int = 1) -> None:
+        """Release this object's locks on `length` bytes from byte `begin` on, or on all later bytes if `length` is 0."""
+        if self.fd < 0:
+            return  # closed, for example in a child that was forked while a lock was held
+        fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _RANGE.pack(fcntl.F_UNLCK, os.SEEK_SET, begin, length, 0))
+
+    @contextlib.contextmanager
+    def held(self, begin: int) -> Iterator[None]:
+        """Wait for the exclusive lock of byte `begin`, and hold it during the `with` block."""
+        try:
+            self.lock(begin, wait=True)
+            yield
+        finally:
+            self.unlock(begin)
+
+    def locked_by_others(self, begin: int, length: int) -> list[int]:
+        """Return the first byte of each range in `[begin, begin + length)` that other holders have locked, ascending."""
+        locked, todo = [], [(begin, begin + length)]
+        while todo:
+            begin, end = todo.pop()
+            asked = _RANGE.pack(fcntl.F_WRLCK, os.SEEK_SET, begin, end - begin, 0)
+            # the kernel returns any lock in the range, not always the first lock
+            kind, _, first, nbytes, _ = _RANGE.unpack(fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked))
+            if kind != fcntl.F_UNLCK:
+                first, last = max(first, begin), first + nbytes if nbytes else end
+                locked.append(first)
+                todo += [part for part in ((begin, first), (last, end)) if part[0] < part[1]]
+        return sorted(locked)
 
 
 _OPEN: weakref.WeakKeyDictionary[OwnedFile, None] = weakref.WeakKeyDictionary()

@@ -65,11 +65,7 @@ class Output:
         return open(self.temporary, "xb", buffering=0)
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
-        """Append bytes-like `parts`, of `nbytes` bytes in total. The caller may change the parts after the call.
-
-        Raises:
-            OSError: These or earlier bytes could not be written.
-        """
+        """Append bytes-like `parts` of `nbytes` bytes, which the caller may then change; raise OSError as `check` does."""
         self.check()
         if nbytes >= _large_nbytes:
             self.flush()

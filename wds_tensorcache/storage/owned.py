@@ -34,11 +34,8 @@ def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool
 def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
     """Open a file that only this user can access; return its descriptor and status.
 
-    With `dir_fd`, the file is opened in that folder by the last part of `path`.
-
-    Raises:
-        OSError: The file does not exist, or is a symbolic link.
-        PermissionError: The file is not a regular file, or other users can access it.
+    With `dir_fd`, the file is opened in that folder by the last part of `path`. Raises OSError for a symbolic link, and
+    PermissionError if it is not a regular file, or other users can access it.
     """
     name = path if dir_fd is None else os.path.basename(path)
     try:
@@ -56,13 +53,9 @@ def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, o
 
 
 def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
-    """Create a file that only this user can access, with `content`.
+    """Create a file that only this user can access, with `content`; raise FileExistsError if the path exists.
 
     Reserve `nbytes` bytes of disk space; the file is extended with zeros to this length.
-
-    Raises:
-        FileExistsError: The path exists.
-        OSError: The file system is full.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

@@ -30,17 +30,11 @@ class Readable(Protocol):
 
 @dataclass(slots=True)
 class Readers:
-    """The threads that read ahead, in one or several files at a time.
+    """The threads that read ahead, in one or several files at a time."""
 
-    Attributes:
-        pool: The threads; None reads each piece in the thread that asks for it.
-        threads: Number of these threads for each file, on average. Up to two pieces of a file per thread are read ahead.
-        is_stopped: Set to True to end reading: `ReadAhead` then raises CancelledError for the next piece.
-    """
-
-    pool: Executor | None = None
-    threads: int = 1
-    is_stopped: bool = False
+    pool: Executor | None = None  # None reads each piece in the thread that asks for it
+    threads: int = 1  # for each file, on average; up to two pieces of a file per thread are read ahead
+    is_stopped: bool = False  # set to True to end reading: `ReadAhead` then raises CancelledError for the next piece
 
 
 class ReadAhead:
@@ -85,7 +79,6 @@ class ReadAhead:
         return begin, memory, True
 
     def _advance(self, at: int) -> None:
-        """Advance to the piece that contains the byte at offset `at`."""
         while at >= self._end:
             self._memory = memoryview(b"")  # recycled for the next piece
             begin, self._memory, is_here = next(self._pieces)

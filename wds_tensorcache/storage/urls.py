@@ -118,14 +118,10 @@ def keep_secrets(url: str, public: str) -> str:
 
 
 def reveal(url: str) -> str:
-    """Return a url with its query, for a request or a digest.
-
-    Raises:
-        RemoteError: A pickle left out the query. Without it, the server could send another revision of the object.
-    """
+    """Return a url with its query, for a request or a digest; raise RemoteError if a pickle left out the query."""
     if not isinstance(url, SecretUrl):
         return url
-    if url.query is None:
+    if url.query is None:  # the server could send another revision of the object
         problem = (
             "a pickle left out the query of this url, which may be a signature; open the whole url in this process"
         )

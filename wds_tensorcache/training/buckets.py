@@ -93,4 +93,5 @@ def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
         cache = cache._caches[0]
     if not isinstance(cache, TensorCache):  # in memory: every order takes the same time
         return [len(cache if members is None else members)]
-    return shard_runs(cache._store, cache._where if members is None else take(cache._where, members))
+    positions = cache._where if members is None else take(cache._where, members)
+    return [last - first for _, first, last in shard_runs(cache._store, positions)]

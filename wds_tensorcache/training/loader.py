@@ -43,25 +43,15 @@ _LEFT_WAITS_S = 1.0  # limit of an abandoned loop's wait for its threads: a serv
 
 
 class Read(NamedTuple):
-    """A batch that a thread has read.
-
-    Attributes:
-        step: Step of the batch.
-        after: Position after the step.
-        batch: A list with the batch, from which the loop takes it, so that nothing else keeps its memory.
-        is_padding: Mask of the padding on the loader's device; if None, `StepReader.info` makes it on the CPU.
-        edits: Transforms that have changed shapes.
-        timing: Times of the batch's stages; None if they are unknown.
-        transfer: Copies of the batch to a GPU; the thread that iterates must call `hand_over`.
-    """
+    """A batch that a thread has read."""
 
     step: Step
-    after: Position
-    batch: list[Any]
-    is_padding: torch.Tensor | None = None
-    edits: Sequence[Any] = ()
-    timing: Any = None
-    transfer: Any = None
+    after: Position  # after the step
+    batch: list[Any]  # contains the batch, which the loop takes out, so that nothing else keeps its memory
+    is_padding: torch.Tensor | None = None  # on the loader's device; if None, `StepReader.info` makes it on the CPU
+    edits: Sequence[Any] = ()  # transforms that have changed shapes
+    timing: Any = None  # times of the batch's stages; None if they are unknown
+    transfer: Any = None  # copies of the batch to a GPU; the thread that iterates must call `hand_over`
 
 
 class BaseLoader(ABC):

@@ -24,21 +24,13 @@ _KEYS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A position between two steps of training, counted over all ranks.
+    """A position between two steps of training, counted over all ranks."""
 
-    Attributes:
-        epoch: Epoch of the next step, from 0.
-        counts: Number of used samples of each stream: in this epoch, or in all epochs with a weighted `mix`.
-        used: Number of samples used in this epoch.
-        step: Number of steps so far, in all epochs.
-        began: Number of steps before this epoch.
-    """
-
-    epoch: int
-    counts: tuple[int, ...]
-    used: int = 0
-    step: int = 0
-    began: int = 0
+    epoch: int  # of the next step, from 0
+    counts: tuple[int, ...]  # used samples of each stream: in this epoch, or in all epochs with a weighted `mix`
+    used: int = 0  # samples used in this epoch
+    step: int = 0  # steps so far, in all epochs
+    began: int = 0  # steps before this epoch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -238,7 +230,6 @@ class Plan:
         return replace(RowCounts(*counts), sources=sources if len(sources) > 1 else {})
 
     def _rows_of(self, length: int) -> RowCounts:
-        """Return the numbers of rows in an epoch of a stream of `length` samples."""
         if self.last_batch == "drop":
             num_rows = length - length % self.step_size
             return RowCounts(length, num_rows, num_dropped=length - num_rows)
@@ -286,7 +277,6 @@ class Plan:
         return Step(at.step, at.epoch, number, indices, is_padding, stream.source, epochs), after
 
     def _next_stream(self, at: Position) -> int:
-        """Return the number of the stream from which the step at a position takes its samples."""
         if len(self.streams) == 1:
             return 0
         caches, samples = self.weights.caches, self.weights.samples
@@ -304,7 +294,6 @@ class Plan:
         return numbers[self._draw_stream(missing, 1, at.step)]
 
     def _draw_stream(self, weights: Sequence[float] | Array, epoch: int, position: int) -> int:
-        """Return an index of `weights`, drawn in proportion to them."""
         if len(weights) == 1:
             return 0
         return int(draw(cumulate(np.array(weights, np.float64)), self._draws_seed, epoch, np.array([position])).item())
@@ -320,11 +309,7 @@ class Plan:
         }
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """Load the weights of a state, and return its position.
-
-        Raises:
-            ValueError: The state is damaged, or belongs to other samples or settings; nothing is changed then.
-        """
+        """Load a state's weights, and return its position; if the state does not fit, raise ValueError and change nothing."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version == 1:
             raise ValueError(

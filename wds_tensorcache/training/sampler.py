@@ -228,11 +228,7 @@ class StepSampler(DistributedSampler[Step]):
         return self._plan.count_rows()
 
     def _set_early_exit(self, on_early_exit: str) -> None:
-        """Choose whether a loader's loop continues the previous loop; see `tc.Loader`.
-
-        Raises:
-            ValueError: `on_early_exit` is neither `"next_epoch"` nor `"continue"`.
-        """
+        """Choose whether a loader's loop continues the previous loop; see `tc.Loader`."""
         if on_early_exit not in _EARLY_EXITS:
             raise ValueError(f"on_early_exit={on_early_exit!r}, expected one of {', '.join(_EARLY_EXITS)}")
         self._continues = on_early_exit == "continue"
@@ -313,7 +309,6 @@ class StepSampler(DistributedSampler[Step]):
         self._num_moves += 1
 
     def _beginning(self) -> Position:
-        """Return the position at which the next iteration begins."""
         self._find_rank()
         is_abandoned = self._position.used and not self._is_resumed and not self._continues
         return self._plan.next_epoch(self._position) if is_abandoned else self._position

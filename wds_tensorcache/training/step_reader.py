@@ -41,15 +41,9 @@ class StepReader:
         return merged
 
     def read(self, step: Step, options: dict[str, Any]) -> Any:
-        """Return the batch of a step; `options` are options of `Cache.read_batch`.
-
-        Raises:
-            RuntimeError: A function of the caller raised StopIteration, which would silently end an epoch of torch or DALI.
-        """
+        """Return the batch of a step; a StopIteration of the caller's code would end the epoch, and becomes a RuntimeError."""
         cache = self._caches[step.source]
         try:
-            if not self.alternatives.groups:
-                return cache.read_batch(step.indices, **options)
             return cache._read_chosen(step.indices, self._randomness(step), **options)
         except StopIteration as exc:
             raise _stopped(step) from exc
@@ -58,8 +52,6 @@ class StepReader:
         """Return the request for the samples of a step; see `read` for errors."""
         cache = self._caches[step.source]
         try:
-            if not self.alternatives.groups:
-                return cache._request(step.indices)
             return cache._request_chosen(step.indices, self._randomness(step))
         except StopIteration as exc:
             raise _stopped(step) from exc

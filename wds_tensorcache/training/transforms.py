@@ -142,7 +142,6 @@ class DropText:
         row[len(value) :] = 0
 
     def _like(self, name: str, row: Any) -> Any:
-        """Return the replacement of a row in a list, in new memory."""
         if isinstance(row, np.ndarray):
             raise TypeError(f"drop_text replaces tensors and lists, but {name!r:.100} has numpy arrays")
         if not isinstance(row, torch.Tensor):
@@ -271,9 +270,7 @@ class SampleMoments:
 def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
     """Return the container of a value, and its key there, by its name: `cond.text` is `batch["cond"]["text"]`.
 
-    Raises:
-        KeyError: The batch has no value of this name. With `is_new`, the batch has no dict for the value.
-        ValueError: With `is_new`, the dict already has a value of this name.
+    With `is_new`, the batch must have a dict for the value, but not the value itself.
     """
     container, parts = batch, name.split(".")
     for number, part in enumerate(parts, 1):

@@ -17,17 +17,11 @@ Array = np.ndarray[Any, Any]
 
 
 class _SampleWeights(NamedTuple):
-    """The weights of the samples of one cache.
+    """The weights of the samples of one cache."""
 
-    Attributes:
-        values: Weights of all samples, float64.
-        totals: Sum of the weights of each stream of the cache, up to a factor.
-        sums: Cumulative weights in each stream, by its number.
-    """
-
-    values: Array
-    totals: list[float]
-    sums: dict[int, Array]
+    values: Array  # of all samples, float64
+    totals: list[float]  # sum of the weights of each stream of the cache, up to a factor
+    sums: dict[int, Array]  # cumulative weights in each stream, by its number
 
 
 class Weights:
@@ -144,11 +138,7 @@ def _select(values: Array, stream: Any) -> Array:
 
 
 def _as_weights(weights: Any, count: int) -> Array:
-    """Return a copy of weights as float64 `[count]`.
-
-    Raises:
-        ValueError: The weights are not `count` finite, non-negative numbers, or all are 0.
-    """
+    """Return a copy of weights as float64 `[count]`; raise ValueError if they are no valid weights."""
     expected = f"expected {count} numbers, all finite, none negative, not all 0"
     try:
         values: Array = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy().copy()

@@ -24,13 +24,12 @@ from wds_tensorcache.codec.tree import rebuild
 from wds_tensorcache.errors import EncodeError, StaleCacheError, add_note, format_count
 from wds_tensorcache.progress import Progress
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.packed_sample import PackedSample
 from wds_tensorcache.storage.folder import Folder
 from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_compare import DIGEST
 from wds_tensorcache.writing.build_failures import Failure, Failures
 from wds_tensorcache.writing.build_items import Item, Items, add_note_of
-from wds_tensorcache.writing.writer import ShardWriter
+from wds_tensorcache.writing.writer import PackedSample, ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
 _MAX_WRITING = 2  # batches being written or waiting, while the next batch is computed
@@ -160,7 +159,6 @@ def compute(
 
 
 def _members_of(item: Item) -> dict[str, Any]:
-    """Return the members of an item's sample outside its cache; raise ValueError if two of them are `digest.txt`."""
     if item.digest is None:
         return {**item.members}
     if DIGEST in item.members:

@@ -84,11 +84,8 @@ class Comparison:
     def check(self, after: int | None = None) -> None:
         """Compare items that this rank has not compared yet, then warn of items that cannot be compared or read.
 
-        Args:
-            after: Number of the last item that was compared; None at the end of the source.
-
-        Raises:
-            StaleCacheError: Items whose keys are their positions have changed or were removed.
+        `after` is the number of the last item that was compared, None at the end of the source. Raises StaleCacheError if items
+        whose keys are their positions have changed or were removed.
         """
         items = self._items
         if not self._has_looked_ahead:
@@ -121,7 +118,6 @@ class Comparison:
             warnings.warn(message, stacklevel=user_level())
 
     def _numbers(self) -> Iterator[int]:
-        """Yield the item numbers in the keys of finished samples."""
         keys = chain.from_iterable(index.keys for index in self._finished.indexes.values())
         return (number for number in map(number_in, keys) if number is not None)
 

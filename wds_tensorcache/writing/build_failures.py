@@ -27,21 +27,14 @@ _MAX_TEXT = 1000  # characters of a message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of one item, a line of JSON in the file.
+    """The failure of one item, a line of JSON in the file."""
 
-    Attributes:
-        item: Number of the item in the source.
-        key: Key of its sample; `""` if the key is made from the item, which could not be read.
-        error: Name of the exception's class.
-        text: Message of the exception, at most 1,000 characters.
-        frame: Last frame of the traceback that is outside installed packages and the standard library, or else the last frame:
-            file, line, function and source.
-    """
-
-    item: int
-    key: str
-    error: str
-    text: str
+    item: int  # number of the item in the source
+    key: str  # of its sample; `""` if the key is made from the item, which could not be read
+    error: str  # name of the exception's class
+    text: str  # message of the exception, at most 1,000 characters
+    # Last frame of the traceback that is outside installed packages and the standard library, or else the last frame: file,
+    # line, function and source.
     frame: str
 
     @staticmethod
@@ -167,11 +160,7 @@ def _format(failures: Iterable[Failure]) -> bytes:
 
 
 def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Failure]:
-    """Return the failures in all files of a folder, one for each item, in the order of the items.
-
-    Raises:
-        FormatError: A line of a file is not a failure, or there is a folder or pipe of this name.
-    """
+    """Return the failures in all files of a folder, one for each item, in order; raise FormatError for any other file."""
     failures: dict[int, Failure] = {}
     for name in filter(_NAME, folder.names() if names is None else names):
         try:

@@ -124,7 +124,6 @@ class Items(Dataset[Item]):
         return (place + shift) % self.world_size == self.rank
 
     def _own_batches(self) -> Iterator[range]:
-        """Yield the numbers of the items in each batch of this rank, for a source of known length."""
         for begin in range(0, self._count, self.batch_size):
             if self.is_own(begin):
                 yield range(begin, min(begin + self.batch_size, self._count))
@@ -295,11 +294,7 @@ def _begin_worker(parent: int | None, worker: int) -> None:
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
-    """Yield items with their stored keys, and add these keys to `seen`.
-
-    Raises:
-        ValueError: `seen` already contains a key.
-    """
+    """Yield items with their stored keys, and add these to `seen`; raise ValueError if `seen` already contains a key."""
     for item in batch:
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)
@@ -342,7 +337,6 @@ def _add_note_of_item(number: int) -> contextlib.AbstractContextManager[None]:
 
 
 def _check_keys(keys: list[Any], count: int | None, items: Any) -> list[str]:
-    """Return the keys of `count` items; raise an error unless each item has a valid key of its own."""
     if count is None:
         raise ValueError(
             "a list of keys needs a map-style dataset; for an iterable, pass a function of an item as keys="

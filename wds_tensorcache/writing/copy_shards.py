@@ -210,7 +210,6 @@ def _digest_plan(shards: Iterable[NewShard]) -> str:
 
 
 def _write_new(path: str, new: NewShard, files: Files, fsync: bool) -> ShardIndex:
-    """Link or write a new shard, and return its index."""
     linked = new.link_to
     if linked is not None:
         index = linked.index
@@ -286,10 +285,8 @@ def write_shard(
 ) -> ShardIndex:
     """Write a shard from members of other shards; scan it, and return its index.
 
-    `origins` contains the result of `ShardIndex.origin` for each sample, in order.
-
-    Raises:
-        FormatError: The ranges do not form an intact tar. Nothing is written.
+    `origins` contains the result of `ShardIndex.origin` for each sample, in order. Raises FormatError, and writes nothing, if
+    the ranges do not form an intact tar.
     """
     output, nbytes = Output(path, fsync), 0
     try:

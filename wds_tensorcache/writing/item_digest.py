@@ -39,13 +39,9 @@ def digest_item(value: Any) -> int:
     state = xxh3_64()
     try:
         _feed(state.update, value)
-    except (_NoDigest, RuntimeError, TypeError, ValueError):  # also of tensors and arrays of exotic types
+    except (OSError, RuntimeError, TypeError, ValueError):  # also of tensors and arrays of exotic types
         return 0
     return state.intdigest() or 1
-
-
-class _NoDigest(Exception):
-    """The error for an item that contains a value whose type has no digest."""
 
 
 def _feed(update: Any, value: Any) -> None:
@@ -71,12 +67,12 @@ def _feed(update: Any, value: Any) -> None:
             _feed(update, part)
     elif kind in _ARRAYS or isinstance(value, np.generic):
         if value.dtype.kind not in _KINDS:
-            raise _NoDigest
+            raise TypeError(f"a {kind.__name__} has no digest")
         _feed_array(update, b"a", value.dtype.str, value.shape)
         update(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
     elif kind in _TENSORS:
         if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-            raise _NoDigest
+            raise TypeError(f"a {kind.__name__} has no digest")
         _feed_array(update, b"x", str(value.dtype), value.shape)
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         update(plain.reshape(-1).view(torch.uint8).numpy())
@@ -84,7 +80,7 @@ def _feed(update: Any, value: Any) -> None:
         update(_COUNT(b"p", _file_nbytes(value)))
         _feed(update, os.fspath(value))
     else:
-        raise _NoDigest
+        raise TypeError(f"a {kind.__name__} has no digest")
 
 
 def _feed_bytes(update: Any, letter: bytes, raw: bytes) -> None:
@@ -101,10 +97,7 @@ def _feed_array(update: Any, letter: bytes, dtype: str, shape: Any) -> None:
 
 def _file_nbytes(path: PurePath) -> int:
     if isinstance(path, Path):
-        try:
-            status = os.stat(path)
-        except (OSError, ValueError):
-            raise _NoDigest from None
+        status = os.stat(path)
         if stat.S_ISREG(status.st_mode):
             return status.st_size
     return (1 << 64) - 1

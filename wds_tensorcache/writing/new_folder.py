@@ -74,11 +74,11 @@ def new_folder(out: str, fsync: bool = True, token: str | None = None) -> Iterat
     folder = temporary_path(out) if token is None else os.path.join(parent, f".{name}.{token}.tmp")
     for stray in find_temporary(parent, re.escape(name)):
         # an OSError means that the path is not a folder, belongs to another user, or is just being deleted
-        with contextlib.suppress(OSError), Flock(stray, _FLAGS) as lock:
+        with contextlib.suppress(OSError), contextlib.closing(Flock(stray, _FLAGS)) as lock:
             if lock.is_locked and stray != folder:
                 shutil.rmtree(stray, ignore_errors=True)
     os.makedirs(folder, exist_ok=token is not None)
-    with Flock(folder, _FLAGS) as lock:
+    with contextlib.closing(Flock(folder, _FLAGS)) as lock:
         if lock.is_locked is False:
             raise FileExistsError(f"another process is writing {out}; wait until it ends, or choose another folder")
         try:

@@ -99,12 +99,9 @@ class FinishedShards:
 def load_finished(
     shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards, by path or url.
+    """Load the indexes of finished shards, by path or url; raise FormatError if a shard is damaged, or differs from its entry.
 
     `shards` contains the manifest's entry of each shard, and a fingerprint for a shard whose index has none.
-
-    Raises:
-        FormatError: A shard is damaged, or differs from its entry in a manifest.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
     remote = _load_remote(list(filter(is_url, shards)), files)

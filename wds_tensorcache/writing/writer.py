@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from math import inf
 from numbers import Real
@@ -17,14 +17,14 @@ from typing import Any
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import is_bound
-from wds_tensorcache.codec.sample import encode_views
+from wds_tensorcache.codec.sample import EncodedSample, encode_views
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.errors import EncodeError, InvalidKeyError, TensorCacheError, add_note, format_count
 from wds_tensorcache.shards.dali_index import check_replaceable, write_dali_index
 from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.shards.footer import build_footer, read_trailer
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.index_builder import IndexBuilder
+from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.manifest import Manifest, ShardEntry, change_manifest
 from wds_tensorcache.shards.names import (
     FIELD,
@@ -41,8 +41,7 @@ from wds_tensorcache.shards.names import (
     member_suffix,
     sidecar_path,
 )
-from wds_tensorcache.shards.packed_sample import PackedSample, pack
-from wds_tensorcache.shards.tar import END_OF_ARCHIVE
+from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, build_tar_header
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.output import Output
 from wds_tensorcache.storage.threads import Threads
@@ -56,9 +55,20 @@ _MAX_FINISHING = 2  # shards at a url that a thread finishes and uploads while t
 # the last sample and the index may make a shard longer, and stores accept 5 GB in one request
 _MAX_REMOTE_NBYTES = 4 << 30
 _log = logging.getLogger("wds_tensorcache")
-
-
 _NOTHING: Any = object()
+_ZEROS = bytes(BLOCK)
+
+
+@dataclasses.dataclass(slots=True)
+class PackedSample:
+    """The members of a sample with their tar headers. The bytes do not depend on the position in the shard."""
+
+    key: str
+    parts: list[Any]  # bytes-like
+    nbytes: int  # total length of the parts
+    caches: list[CacheEntry]  # offsets here are relative to the first part
+    members: list[tuple[str, int, int]]  # suffix, offset, length of each other member
+    item_digest: int = 0  # of the item from which the sample was made; 0 if unknown
 
 
 class _UnfinishedShard:
@@ -279,7 +289,7 @@ class ShardWriter:
                 encoded.append((name, encode_views(value, self._allow, self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
-        return pack(key, encoded, _encode_others(key, others, self._encoder) if others else {})
+        return _pack_members(key, encoded, _encode_others(key, others, self._encoder) if others else {})
 
     def _place(self, packed: PackedSample) -> None:
         """Write a packed sample, whose key is not stored yet."""
@@ -395,8 +405,36 @@ class ShardWriter:
             self._abandon(value)
 
 
+def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:
+    """Build the members of a sample from its encoded caches, by name, and its other members, by extension.
+
+    Memory: aliases the tensors of the caches, and `others`.
+    """
+    parts: list[Any] = []
+    position = 0
+    entries: list[CacheEntry] = []
+    members: list[tuple[str, int, int]] = []
+    for name, encoded in caches:
+        prefix = f"{key}.{name}." if name else f"{key}."
+        skeleton, nbytes = encoded.skeleton, encoded.layout.nbytes
+        skeleton_header = build_tar_header(prefix + SKELETON, len(skeleton))
+        tensors_header = build_tar_header(prefix + TENSORS, nbytes)
+        skeleton_begin = position + len(skeleton_header)
+        begin = skeleton_begin + len(skeleton) + -len(skeleton) % BLOCK + len(tensors_header)
+        parts += skeleton_header, skeleton, _ZEROS[: -len(skeleton) % BLOCK]
+        parts += tensors_header, encoded.header, *encoded.buffers, _ZEROS[: -nbytes % BLOCK]
+        position = begin + nbytes + -nbytes % BLOCK
+        names = encoded.references, encoded.further
+        entries.append(CacheEntry(name, skeleton_begin, len(skeleton), begin, encoded.layout, encoded.digest, *names))
+    for extension, raw in others.items():
+        header = build_tar_header(f"{key}.{extension}", len(raw))
+        parts += header, raw, _ZEROS[: -len(raw) % BLOCK]
+        members.append((extension.lower(), position + len(header), len(raw)))
+        position += len(header) + len(raw) + -len(raw) % BLOCK
+    return PackedSample(key, parts, position, entries, members)
+
+
 def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the caches of a sample by name, and its other members by extension."""
     caches = {"": sample} if sample is not _NOTHING else {}
     others = {}
     for field, value in members.items():
@@ -419,7 +457,6 @@ def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[
 
 
 def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], pid: int) -> None:
-    """Delete the unfinished shards of a writer that was not closed, and log the loss."""
     if pid != os.getpid() or not unfinished:  # in a forked child, the shards are still the parent's
         return
     count = format_count(sum(shard.num_samples for shard in unfinished), "sample")
@@ -454,7 +491,6 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
 def _encode_others(
     key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, bytes]:
-    """Encode a sample's other members, and check the result of the encoder."""
     try:
         plain = encoder(others)
     except TensorCacheError as exc:

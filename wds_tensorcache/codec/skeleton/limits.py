@@ -80,7 +80,6 @@ def add_key_parts(num_parts: int, keys: Collection[Any]) -> int:
 
 
 def _count_parts(key: Any, limit: int) -> int:
-    """Return the number of parts of a key; stop counting above `limit`."""
     count = 0
     todo = [(key, 1)]
     while todo and count <= limit:

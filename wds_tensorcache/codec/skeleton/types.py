@@ -53,11 +53,7 @@ Listed = tuple[str, str, Callable[[Any], tuple[Any, ...]]]
 
 
 def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
-    """Return the classes of an `allow=` argument by (module, qualified name), without listed types (FORMAT.md 2.7).
-
-    Raises:
-        TypeError: An item is not a class.
-    """
+    """Return `allow=` classes by (module, qualified name), without listed types (FORMAT.md 2.7); raise TypeError for others."""
     table = {}
     for cls in allow:
         if not isinstance(cls, type):

@@ -119,7 +119,7 @@ def _read_tensors(
             except BatchError:  # all samples of the batch may lack a tensor that the argument names
                 names_of_view = filter(request.structures.wanted, request.schema())
                 ways.check_names(list(dict.fromkeys([*columns.names, *names_of_view])))
-        shapes, placement, paddings = place(layouts, columns, ways.ways_for(columns.names))
+        shapes, placement, paddings = place(layouts, columns, list(map(ways.way, columns.names)))
     memory = Memory(request.store.pool, placement.nbytes, pin, device)
     ahead = request.skeletons_ahead() if request.store.has_remote and allowed_ways is WAYS else ()
     if paddings:

@@ -28,22 +28,14 @@ _ABSENT = StoredTensor("", "", (), 0, 0)  # takes the place of a tensor that a l
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """The layouts of a batch. Samples with equal headers, and so equal names, dtypes and shapes, share a layout.
+    """The layouts of a batch. Samples with equal headers, and so equal names, dtypes and shapes, share a layout."""
 
-    Attributes:
-        rows: Locations of the batch's samples.
-        items: Distinct layouts, starting with the layout of the first sample.
-        which: Index into `items` for each sample, int64 `[B]`.
-        is_mixed: True if samples of the batch differ in their tensors' names, apart from alternatives.
-        chosen: For each item, the stored names of the chosen tensors, by name in the batch. A stored name is None if the
-            samples have no alternative of that name. Samples with one layout but different choices have different items. Empty
-            without `choose=`.
-    """
-
-    rows: Rows
-    items: Sequence[Layout]
-    which: Array
-    is_mixed: bool = False
+    rows: Rows  # of the batch's samples
+    items: Sequence[Layout]  # distinct layouts, starting with the layout of the first sample
+    which: Array  # index into `items` for each sample, int64 `[B]`
+    is_mixed: bool = False  # whether samples differ in their tensors' names, apart from alternatives
+    # For each item, the stored names of the chosen tensors, by name in the batch; None if the samples have no alternative of
+    # that name. Samples with one layout but different choices have different items. Empty without `choose=`.
     chosen: Sequence[Mapping[str, str | None]] = ()
 
     def key(self, number: int) -> str:

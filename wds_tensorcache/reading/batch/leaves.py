@@ -83,11 +83,7 @@ class Leaves:
         return Leaves, (None, self._path, self.tolist())
 
     def _as_tensor(self, device: torch.device | None = None) -> torch.Tensor:
-        """Return the values as a tensor on `device`.
-
-        Raises:
-            BatchError: The values do not form a tensor.
-        """
+        """Return the values as a tensor on `device`; raise BatchError if they do not form a tensor."""
         values = self.tolist()
         try:
             tensor = torch.tensor(values)

@@ -27,17 +27,11 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The positions of a batch's rows in its memory, in bytes.
+    """The positions of a batch's rows in its memory, in bytes."""
 
-    Attributes:
-        begins: Offset of each tensor's first row.
-        rows: Offset of each row, int64 `[tensors, samples]`.
-        nbytes: Length of the whole memory.
-    """
-
-    begins: Sequence[int]
-    rows: Array
-    nbytes: int
+    begins: Sequence[int]  # offset of each tensor's first row
+    rows: Array  # offset of each row, int64 `[tensors, samples]`
+    nbytes: int  # length of the whole memory
 
 
 @lru_cache(8)  # batches of one layout share a placement

@@ -33,28 +33,20 @@ class NewNames(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The nesting of a batch. Batches with the same template and the same missing tensors share it.
+    """The nesting of a batch. Batches with the same template and the same missing tensors share it."""
 
-    Attributes:
-        sample: Sample of the batch with the most selected tensors, completed by the tensors that it lacks. It shows
-            the containers and their keys; tensors that are not selected remain.
-        names: Names of the selected tensors.
-        template: Template that the sample matches, if any.
-        visits: Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
-            `Template`. It is None if the sample matches no template, or lacks tensors.
-        is_plain: True if each tensor occurs once, and its name is its path.
-        is_exact: True if `sample` is unchanged, so that all samples of the template have this structure.
-        has_missing: True if the sample itself lacks tensors of the batch.
-        checked: Keys for samples that match this structure: a template, and the indices of its values that are None.
-    """
-
+    # Sample of the batch with the most selected tensors, completed by the tensors that it lacks. It shows the containers and
+    # their keys; tensors that are not selected remain.
     sample: Any
-    names: tuple[str, ...]
-    template: Template | None
+    names: tuple[str, ...]  # of the selected tensors
+    template: Template | None  # that the sample matches, if any
+    # Everything that `map_leaves` visits in the sample: tensor names, paths of all other values, and containers as in
+    # `Template`. It is None if the sample matches no template, or lacks tensors.
     visits: _Visits | None
-    is_plain: bool
-    is_exact: bool
-    has_missing: bool
+    is_plain: bool  # whether each tensor occurs once, and its name is its path
+    is_exact: bool  # whether `sample` is unchanged, so that all samples of the template have this structure
+    has_missing: bool  # whether the sample itself lacks tensors of the batch
+    # keys for samples that match this structure: a template, and the indices of its values that are None
     checked: dict[Any, bool] = field(default_factory=dict)
 
 
@@ -200,12 +192,7 @@ def _donor(layouts: Layouts, name: str) -> Any:
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
-    """Compare the tensors of a sample with the index of its shard. Old indexes lack the additional names of tensors.
-
-    Raises:
-        FormatError: The index has different kinds, dtypes or names.
-        NewNames: The index lacks additional names. The shard has a new index now.
-    """
+    """Compare a sample's tensors with its index; raise FormatError if they differ, NewNames if an old index lacked names."""
     items, which, _ = rows.known_layouts
     number, layout = rows.number.item(i), items[which.item(i)]
     shard, texts = rows.shards[number], layout.named_texts
@@ -250,16 +237,13 @@ def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The samples of a batch, and the known structures of the cache.
-
-    Attributes:
-        fixed: Names of tensors that have a place in every batch, even if all samples lack the tensor. Tensors that are not
-            selected have no place in batches or samples.
-    """
+    """The samples of a batch, and the known structures of the cache."""
 
     store: Store
     rows: Rows
     structures: Structures
+    # Names of tensors that have a place in every batch, even if all samples lack the tensor. Tensors that are not selected have
+    # no place in batches or samples.
     fixed: tuple[str, ...]
 
     def __len__(self) -> int:

@@ -22,24 +22,17 @@ class Rows:
     Sample `i` is row `row[i]` of `shards[number[i]]`, and its `.safetensors` member starts at byte `begin[i]`.
 
     A row is the index of a sample among the samples of its shard that have the cache.
-
-    Attributes:
-        shards: All shards of the cache; for a `SharedDataset`, one object with the methods of `Shard` that batches need.
-        number, row, begin: Shard number, row in the shard, and byte offset of the member, for each sample, int64 `[B]`.
-        by_shard: `(shard number, positions in the batch, rows)` for each shard that has samples of the batch. The positions are
-            an array or a slice.
-        known_layouts: Result of `layouts_of`, for views that read the same samples; empty until it is known.
-        known_samples: Results of `sample`, by position in the batch.
-        fetched: Bytes at `Shard.skeleton_extent` of samples of remote shards, by their positions in the batch.
     """
 
-    shards: Sequence[Any]
-    number: Array
+    shards: Sequence[Any]  # of the cache; for a `SharedDataset`, one object with the methods that batches need
+    number: Array  # int64 `[B]`, as `row` and `begin`
     row: Array
     begin: Array
+    # `(shard number, positions in the batch, rows)` for each shard with samples of the batch; positions: an array or a slice
     by_shard: Sequence[tuple[int, Any, Array]]
-    known_layouts: list[Any] = field(default_factory=list)
-    known_samples: dict[int, Any] = field(default_factory=dict)
+    known_layouts: list[Any] = field(default_factory=list)  # result of `layouts_of`, empty until it is known
+    known_samples: dict[int, Any] = field(default_factory=dict)  # results of `sample`, by position in the batch
+    # bytes at `Shard.skeleton_extent` of samples of remote shards, by position in the batch
     fetched: dict[int, bytes] = field(default_factory=dict)
 
     def __len__(self) -> int:

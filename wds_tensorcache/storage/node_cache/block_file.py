@@ -17,8 +17,8 @@ import stat
 from contextlib import suppress
 
 from wds_tensorcache.storage.files import Descriptor, ShardFile
+from wds_tensorcache.storage.locks import lock_range
 from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, is_owned
-from wds_tensorcache.storage.range_locks import lock_range
 from wds_tensorcache.storage.system import SHORTAGES, boot_id
 
 # bytes of a block: the unit in which file systems allocate, so that no block needs more than its own bytes
@@ -48,11 +48,7 @@ def _header(digest: bytes) -> bytes:
 
 
 def write_layout(path: str, digest: bytes, nbytes: int) -> None:
-    """Give an empty file the layout for an object of `nbytes` bytes, without any block; the header comes last.
-
-    Raises:
-        OSError: The file system is full.
-    """
+    """Give an empty file the layout for an object of `nbytes` bytes, without any block; the header comes last."""
     begin, count = _num_blocks(nbytes) * BLOCK, _num_blocks(nbytes)
     with open(path, "r+b", buffering=0) as file:
         file.truncate(begin + BLOCK + count)
@@ -61,16 +57,12 @@ def write_layout(path: str, digest: bytes, nbytes: int) -> None:
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object; return None if there is no valid file of this user, object and boot.
-
-    Raises:
-        OSError: This process cannot open more files now; the file itself may be good, so do not replace it.
-    """
+    """Open the file of an object; return None if there is no valid file of this user, object and boot."""
     try:
         file = BlockFile(path, os.open(path, _FLAGS), nbytes)
     except OSError as exc:
         if exc.errno in SHORTAGES:
-            raise
+            raise  # the file itself may be good, so it must not be replaced
         return None
     is_ours = is_owned(file.status, stat.S_ISREG, OTHERS_MAY_WRITE) and file.is_current()
     return file if is_ours and os.pread(file.fd, BLOCK, _num_blocks(nbytes) * BLOCK) == _header(digest) else None
@@ -155,11 +147,7 @@ class BlockFile(ShardFile):
         return run[0] * BLOCK, min(run[1] * BLOCK, self.nbytes)
 
     def publish(self, run: tuple[int, int], content: memoryview) -> None:
-        """Write absent blocks, then mark them as present. The caller has locked them.
-
-        Raises:
-            OSError: The blocks could not be written, and remain absent.
-        """
+        """Write absent blocks, which the caller has locked, then mark them as present; after an OSError, they remain absent."""
         begin, _ = self.extent(run)
         while len(content):
             count = os.pwrite(self.fd, content, begin)

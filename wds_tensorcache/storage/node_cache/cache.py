@@ -1,21 +1,31 @@
-"""A node's cache: reads of remote files through a local folder, or directly when the folder cannot be used."""
+"""A node's cache: reads of remote files through a local folder, or directly when the folder cannot be used.
+
+One process of the node fetches each block, while other processes fetch other blocks or wait.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from itertools import accumulate, groupby
+from typing import Any, NamedTuple
 
 from wds_tensorcache.arguments import user_level
-from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, Evicted
-from wds_tensorcache.storage.node_cache.fill import Range, Wanted, block_runs, fill
-from wds_tensorcache.storage.node_cache.folder import Bypass, CacheFolder, open_folder
+from wds_tensorcache.storage.locks import RangeLocks
+from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, BlockRuns, Evicted
+from wds_tensorcache.storage.node_cache.folder import Bypass, CacheFolder, lock_within, open_folder
 from wds_tensorcache.storage.node_cache.identity import digest_of
 from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
+
+_MAX_REQUEST_NBYTES = 1 << 23
+_MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time
+
+# a remote file, the offset of the first byte, and 1-D buffers that are filled in order
+Range = tuple[Any, int, Sequence[Any]]
 
 
 def open_node_cache(path: str | os.PathLike[str], max_nbytes: int | None = None, max_open: int = 128) -> NodeCache:
@@ -52,11 +62,7 @@ class NodeCache:
         return NodeCache, (self.folder, self._max_open)
 
     def read_many(self, ranges: Sequence[Range]) -> None:
-        """Read ranges of files; fetch absent blocks first.
-
-        Raises:
-            FormatError, MissingShardError, RemoteError: As for `fetch_many`.
-        """
+        """Read ranges of files, and fetch absent blocks first; errors are as for `fetch_many`."""
         now_s = time.monotonic()
         by_file: dict[RemoteFile, list[Range]] = {}
         for extent in _read_present(ranges, {file: self.find_local(file, now_s) for file, *_ in ranges}):
@@ -74,8 +80,10 @@ class NodeCache:
     def _prepare(self, by_file: Mapping[RemoteFile, Sequence[Range]]) -> dict[RemoteFile, BlockFile | None]:
         """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
         local: dict[RemoteFile, BlockFile | None] = {}
-        wanted: list[Wanted] = []
-        self._close_evicted()
+        wanted: list[_Wanted] = []
+        for digest, kept in list(self._open.items()):
+            if not kept.is_current():  # a mapped file takes space on disk until it is closed
+                self._open.pop(digest, None)
         # names of local files contain the tags; at most one request for each file
         run_all([file.ask for file in by_file if file.state.tag is None and not file.is_asked])
         for file, ranges in by_file.items():
@@ -89,18 +97,18 @@ class NodeCache:
                 if block_file is None:
                     continue
                 block_file.note_use(time.monotonic())
-                absent = block_file.absent(block_runs(begins, ends))
+                absent = block_file.absent(_block_runs(begins, ends))
                 if absent:
                     # a request would fetch small gaps, too: they are stored as well
                     gap = largest_gap(file.url) // BLOCK
-                    wanted.append(Wanted(file, block_file, block_file.absent(block_runs(begins, ends, gap))))
+                    wanted.append(_Wanted(file, block_file, block_file.absent(_block_runs(begins, ends, gap))))
             except OSError as exc:
                 self._warn(exc)  # other files may still be usable
             except Bypass as exc:
                 self._rest(exc)
         if wanted and not self._is_resting():
             try:
-                fill(self.folder, wanted)
+                _fill(self.folder, wanted)
             except Bypass as exc:
                 self._rest(exc)
         return local
@@ -119,12 +127,7 @@ class NodeCache:
             warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=user_level())
 
     def _local(self, file: RemoteFile) -> BlockFile | None:
-        """Return the local file, opened or created if needed; None if it is not open and the cache is paused.
-
-        Raises:
-            Bypass: There is no room for the file, or the folder stays locked.
-            OSError: The folder or its disk cannot be written.
-        """
+        """Return the local file, opened or created if needed; None if it is not open and the cache is paused."""
         file.digest = digest = file.digest or digest_of(file.url, file.state)
         block_file = self._open.get(digest)
         if block_file is None or not block_file.is_current():
@@ -136,12 +139,6 @@ class NodeCache:
                     self._open.pop(next(iter(self._open)), None)
             self._open[digest] = block_file
         return block_file
-
-    def _close_evicted(self) -> None:
-        """Close the local files that were evicted: mapped files take space on disk until they are closed."""
-        for digest, block_file in list(self._open.items()):
-            if not block_file.is_current():
-                self._open.pop(digest, None)
 
     def find_local(self, file: RemoteFile, now_s: float) -> BlockFile | None:
         """Return the local file, perhaps evicted; None if it is not open. `now_s` is the current time by `time.monotonic`."""
@@ -180,3 +177,130 @@ def _read_present(ranges: Sequence[Range], local: Mapping[RemoteFile, BlockFile 
         if not file.is_current():
             rest += extents
     return rest
+
+
+class _Wanted(NamedTuple):
+    """Blocks of a remote file that will be read, and the local file for them."""
+
+    remote: RemoteFile
+    file: BlockFile
+    runs: BlockRuns
+
+
+def _block_runs(begins: Sequence[int], ends: Sequence[int], gap: int = 0) -> BlockRuns:
+    """Return the blocks of byte ranges `[begin, end)`, ascending, merged where at most `gap` blocks are between them."""
+    runs: BlockRuns = []
+    for begin, end in sorted(zip(begins, ends, strict=True)):
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        if begin >= end:
+            continue
+        if runs and first <= runs[-1][1] + gap:
+            runs[-1] = runs[-1][0], max(last, runs[-1][1])
+        else:
+            runs.append((first, last))
+    return runs
+
+
+@contextmanager
+def _errors_of_disk() -> Iterator[None]:
+    """Raise Bypass for an OSError of the disk. Do not use this around requests, whose errors are OSErrors, too."""
+    try:
+        yield
+    except OSError as exc:
+        raise Bypass(str(exc)) from exc
+
+
+def _fill(folder: CacheFolder, wanted: Sequence[_Wanted]) -> None:
+    """Fetch absent blocks; stop if their file is evicted; raise Bypass if not all blocks could be fetched into the cache.
+
+    Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
+    """
+    while wanted:
+        held: list[RangeLocks] = []
+        try:
+            with _errors_of_disk():
+                claimed, busy = _claim(wanted, held)
+                if claimed:
+                    folder.reserve([(entry.file, entry.runs) for entry in claimed])
+            _fetch_claimed(claimed)
+        finally:
+            for locks in held:
+                locks.close()
+        _wait(busy)
+        with _errors_of_disk():
+            refreshed = [entry._replace(runs=entry.file.absent(entry.runs)) for entry in busy]
+        wanted = [entry for entry in refreshed if entry.runs]
+
+
+def _open_locks(entry: _Wanted) -> RangeLocks | None:
+    """Open a file for locks of its blocks; return None if it was evicted. The locks also exclude other threads."""
+    try:
+        locks = RangeLocks(entry.file.path)
+    except OSError:
+        return None
+    if os.path.samestat(os.fstat(locks.fd), entry.file.status):
+        return locks
+    locks.close()
+    return None
+
+
+def _claim(todo: Sequence[_Wanted], held: list[RangeLocks]) -> tuple[list[_Wanted], list[_Wanted]]:
+    """Lock runs of absent blocks, until the caller closes the locks, which are appended to `held`.
+
+    Return the blocks that this process must fetch, and the runs in which another process is fetching blocks.
+    """
+    claimed, busy = [], []
+    for entry in todo:
+        locks = _open_locks(entry)
+        if locks is None:
+            continue
+        held.append(locks)
+        locked = [(first, last) for first, last in entry.runs if locks.lock(first, last - first)]
+        # another process may have fetched them, or evicted the file, before this process had the lock
+        absent = entry.file.absent(locked) if entry.file.is_current() else []
+        if absent:
+            claimed.append(entry._replace(runs=absent))
+        if len(locked) < len(entry.runs):
+            busy.append(entry._replace(runs=[run for run in entry.runs if run not in set(locked)]))
+    return claimed, busy
+
+
+def _wait(busy: Sequence[_Wanted]) -> None:
+    """Wait until each of the blocks was stored, or the process that fetches the block has failed."""
+    for entry in busy:
+        locks = _open_locks(entry)
+        if locks is None:
+            continue
+        with closing(locks):
+            for first, last in entry.runs:
+                lock_within(locks, first, last - first, shared=True)
+                locks.unlock(first, last - first)
+
+
+def _fetch_claimed(claimed: Sequence[_Wanted]) -> None:
+    """Fetch and publish blocks in waves, to bound the use of memory."""
+    step = _MAX_REQUEST_NBYTES // BLOCK
+    pieces = [
+        (entry, (at, min(last, at + step)))
+        for entry in claimed
+        for first, last in entry.runs
+        for at in range(first, last, step)
+    ]
+    ends = accumulate(BLOCK * (last - first) for _, (first, last) in pieces)
+    for _, wave in groupby(zip(ends, pieces, strict=True), lambda piece: piece[0] // _MAX_WAVE_NBYTES):
+        _fetch_wave([piece for _, piece in wave])
+
+
+def _fetch_wave(wave: Sequence[tuple[_Wanted, tuple[int, int]]]) -> None:
+    extents = [entry.file.extent(run) for entry, run in wave]
+    memory = memoryview(bytearray(sum(end - begin for begin, end in extents)))
+    ranges: list[Range] = []
+    at = 0
+    for (entry, _), (begin, end) in zip(wave, extents, strict=True):
+        ranges.append((entry.remote, begin, [memory[at : at + end - begin]]))
+        at += end - begin
+    # no gaps: the blocks between the ranges are present, or another process is fetching them
+    fetch_many(ranges, merges=False)
+    with _errors_of_disk():
+        for (entry, run), (_, _, (content,)) in zip(wave, ranges, strict=True):
+            entry.file.publish(run, content)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from math import inf
 
-from wds_tensorcache.storage.locks import wait_for
+from wds_tensorcache.storage.locks import CAN_LOCK_RANGES, RangeLocks, wait_for
 from wds_tensorcache.storage.node_cache.block_file import (
     BLOCK,
     MAPPED,
@@ -22,7 +22,6 @@ from wds_tensorcache.storage.node_cache.block_file import (
     write_layout,
 )
 from wds_tensorcache.storage.owned import OTHERS_MAY_WRITE, check_owner, is_owned, write_file
-from wds_tensorcache.storage.range_locks import CAN_LOCK_RANGES, RangeLocks
 from wds_tensorcache.storage.system import boot_id, file_system
 from wds_tensorcache.storage.urls import is_url, shown
 
@@ -110,12 +109,7 @@ class CacheFolder:
         self._is_counted = False
 
     def open_file(self, digest: bytes, nbytes: int) -> BlockFile:
-        """Open the file of an object, or create it.
-
-        Raises:
-            Bypass: There is no room for the file, or the folder stays locked.
-            OSError: The folder or its disk cannot be written.
-        """
+        """Open or create the file of an object; raise Bypass if there is no room, OSError if the disk cannot be written."""
         path = os.path.join(self.path, digest.hex() + SUFFIX)
         file = open_block_file(path, digest, nbytes)
         if file is not None:
@@ -134,12 +128,7 @@ class CacheFolder:
         return file
 
     def reserve(self, wanted: Sequence[tuple[BlockFile, BlockRuns]]) -> None:
-        """Allocate disk space for absent blocks, which the caller has locked; evict other files if needed.
-
-        Raises:
-            Bypass: There is no room for all blocks, or the folder stays locked.
-            OSError: The folder or its disk cannot be written.
-        """
+        """Allocate disk space for absent blocks, which the caller has locked; evict files if needed. Errors as `open_file`."""
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
         tables = BLOCK * sum(1 + len(runs) // _RUNS_PER_TABLE for _, runs in wanted)
         with self._lock_space() as space:
@@ -154,9 +143,6 @@ class CacheFolder:
 
         The number in the file `space` may be too large, but is never too small. For example, a process may be killed after
         it has increased the number. So the files are counted again if the number exceeds the limit.
-
-        Raises:
-            Bypass: The bytes cannot fit.
         """
         limit = inf if self.max_nbytes is None else self.max_nbytes - BLOCK  # `space` itself takes a block
         if needed > limit:
@@ -174,11 +160,7 @@ class CacheFolder:
     def _evict(self, needed: int, limit: float, free: int) -> int:
         """Remove the least recently used files that no process is filling, until `needed` bytes and a small reserve fit.
 
-        Returns:
-            The number of bytes that the remaining files take on disk.
-
-        Raises:
-            Bypass: The bytes cannot fit.
+        Return the bytes that the remaining files take on disk; raise Bypass if the bytes cannot fit.
         """
         files = sorted(self._files())
         nbytes = sum(file_nbytes for _, file_nbytes, _ in files)
@@ -207,12 +189,7 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _lock_space(self) -> Iterator[int]:
-        """Hold the lock for adding and removing files and blocks; yield a descriptor of the file `space`.
-
-        Raises:
-            OSError: The folder cannot be written.
-            Bypass: Another process held the lock for too long.
-        """
+        """Hold the lock for adding and removing files and blocks; yield a descriptor of the file `space`."""
         path = os.path.join(self.path, _SPACE)
         if not os.path.lexists(path):
             os.makedirs(self.path, 0o700, exist_ok=True)  # the folder may have been deleted

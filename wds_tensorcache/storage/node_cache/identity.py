@@ -6,7 +6,7 @@ import re
 from hashlib import sha256
 from urllib.parse import urlsplit, urlunsplit
 
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
+from wds_tensorcache.storage.remote.retry import ObjectInfo
 from wds_tensorcache.storage.urls import conceal, credentials_of, is_web, reveal
 
 # Parameters of signed urls, which change while the object stays the same. All other parameters may select the object.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.remote.retry import Request
+from wds_tensorcache.storage.remote.retry import ObjectInfo, Request
 from wds_tensorcache.storage.threads import per_process
-from wds_tensorcache.storage.urls import SCHEMES, credentials_of, origin_of, shown
+from wds_tensorcache.storage.urls import credentials_of, origin_of
 
 
 class Client(Protocol):
@@ -54,20 +53,19 @@ _clients: Callable[[], _Clients] = per_process(dict)
 def client_for(url: str) -> Client:
     """Return this process's client for a url: one for each bucket, and for each server and user.
 
-    Do not keep the client: a forked child needs another client.
+    `is_url` must return True for the url. Do not keep the client: a forked child needs another client.
 
     Raises:
-        ValueError: The scheme of the url is not in `SCHEMES`.
         ImportError: A package is missing; the message names the extra to install.
         RemoteError: The store cannot be opened, for example because options are missing, or the process was forked.
     """
     key = origin_of(url), credentials_of(url)
     clients = _clients()
     client = clients.get(key)
-    return clients.setdefault(key, _make(*key, url)) if client is None else client
+    return clients.setdefault(key, _make(*key)) if client is None else client
 
 
-def _make(origin: str, credentials: tuple[str, str] | None, url: str) -> Client:
+def _make(origin: str, credentials: tuple[str, str] | None) -> Client:
     scheme = origin.partition("://")[0]
     if scheme in ("http", "https"):
         from wds_tensorcache.storage.remote.http import HttpClient
@@ -78,8 +76,6 @@ def _make(origin: str, credentials: tuple[str, str] | None, url: str) -> Client:
         from wds_tensorcache.storage.remote.stores import StoreClient
 
         return StoreClient(origin)
-    if scheme == "hf":
-        from wds_tensorcache.storage.remote.hub import HubClient
+    from wds_tensorcache.storage.remote.hub import HubClient
 
-        return HubClient()
-    raise ValueError(f"{shown(url)}: unknown scheme; expected one of {', '.join(sorted(SCHEMES))}")
+    return HubClient()

@@ -10,8 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
-from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, Request
+from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, ObjectInfo, Request
 from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.threads import Threads, per_process
 
@@ -131,7 +130,6 @@ def _bytes(buffer: Any) -> memoryview:
 
 
 def _split(request: _Range) -> list[_Range]:
-    """Split a request into parts of at most 4 MiB."""
     if request.end - request.begin <= PART_NBYTES:
         return [request]
     parts = [

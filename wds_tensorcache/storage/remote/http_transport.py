@@ -263,7 +263,6 @@ def _read_netrc(origin: str) -> str | None:
 
 
 def _redirect_target(url: str, location: str | None, request: Request, status: int) -> str:
-    """Return the target url of a redirect; raise RemoteError if the redirect is refused."""
     if not location:
         raise request.error("a redirect without an address", status)
     target = scheme = ""

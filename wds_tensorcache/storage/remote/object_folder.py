@@ -155,9 +155,7 @@ class ObjectFolder:
     def _check_conditions(self) -> None:
         """Check, with a small object that is deleted again, that the store obeys the conditions of `create` and `change`.
 
-        Raises:
-            RemoteError: The store ignores conditions, or has no strong ETags, so writers would silently overwrite each
-                other's shards and entries.
+        Otherwise, writers would silently overwrite each other's shards and entries.
         """
         # Google and Azure obey; Google refuses a second change of an object within a second
         if self._is_checked or self._client.scheme != "s3":
@@ -207,13 +205,11 @@ class ObjectFolder:
         return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
     def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:
-        """Return what `parse` makes of the response to a read; None if the object does not exist."""
         with contextlib.suppress(FileNotFoundError):
             return self._call(Request(url), lambda store, key: parse(store.get(key, options=options)))
         return None
 
     def _delete(self, urls: list[str]) -> None:
-        """Delete objects; ignore missing objects."""
         keys = [bucket_and_key(url)[1] for url in urls]
         with contextlib.suppress(FileNotFoundError):
             self._call(Request(urls[0]), lambda store, _: store.delete(keys))

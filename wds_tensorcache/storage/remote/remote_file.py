@@ -10,8 +10,7 @@ from typing import Any
 from wds_tensorcache.errors import FormatError, MissingShardError, TarFormatError
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.storage.remote.fetch import PART_NBYTES, fetch_many, read_head, read_tail, stat
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
-from wds_tensorcache.storage.remote.retry import MissingBucketError, Request
+from wds_tensorcache.storage.remote.retry import MissingBucketError, ObjectInfo, Request
 from wds_tensorcache.storage.system import MAX_WHOLE_NBYTES
 from wds_tensorcache.storage.threads import Threads, per_process
 from wds_tensorcache.storage.urls import conceal, shown

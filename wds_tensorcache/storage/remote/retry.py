@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
 
 from wds_tensorcache.errors import FormatError, RemoteError
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.threads import per_process
 from wds_tensorcache.storage.urls import shown
 
@@ -65,6 +65,15 @@ class Cancel(threading.Event):
     def set(self) -> None:
         super().set()
         end_overdue()
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """The state of an object."""
+
+    nbytes: int
+    # strong ETag as the server sends it, or else another text that changes with the object, such as its date; None if unknown
+    tag: str | None
 
 
 class Request:
@@ -152,11 +161,7 @@ class Request:
         return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
     def check(self, received: ObjectInfo) -> ObjectInfo:
-        """Check a received state; return it, with the expected tag if it has no tag.
-
-        Raises:
-            FormatError: The object has changed.
-        """
+        """Check a received state, and return it with the expected tag if it has none; raise FormatError if it has changed."""
         expected = self.state
         if expected is None:
             return received
@@ -168,13 +173,7 @@ class Request:
         return ObjectInfo(received.nbytes, received.tag or expected.tag)
 
     def repeat(self, attempt: Callable[[], _Result]) -> _Result:
-        """Return the result of an attempt; repeat the attempt after faults that may pass, until no time remains.
-
-        Raises:
-            RemoteError: No time remains for another attempt.
-            CancelledError: The caller cancelled the request.
-            Exception: Any other error of an attempt.
-        """
+        """Return the result of an attempt; repeat it after faults that may pass, and raise RemoteError when no time remains."""
         while True:
             check_cancelled()
             try:
@@ -268,11 +267,7 @@ def _cancel_all() -> None:
 
 
 def timeout_s() -> float:
-    """Return the time limit of a short request with its retries, in seconds.
-
-    Raises:
-        ValueError: The environment variable is not a positive number.
-    """
+    """Return the time limit of a short request with its retries, in seconds; raise ValueError if the variable is invalid."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return _TIMEOUT_S

@@ -9,9 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from wds_tensorcache.storage.remote.object_info import ObjectInfo
 from wds_tensorcache.storage.remote.pace import Pace
-from wds_tensorcache.storage.remote.retry import TRANSIENT_STATUSES, Request, TransientError, check_cancelled, timeout_s
+from wds_tensorcache.storage.remote.retry import (
+    TRANSIENT_STATUSES,
+    ObjectInfo,
+    Request,
+    TransientError,
+    check_cancelled,
+    timeout_s,
+)
 from wds_tensorcache.storage.urls import bucket_and_key
 
 _CONNECT_S, _STALL_S = 10.0, 20.0
@@ -139,12 +145,7 @@ class StoreClient:
         raise request.error(f"the store cannot be opened ({name}); check {_SETTINGS[self.scheme]}")
 
     def call(self, request: Request, send: Callable[[Any, str], _Result], *, is_upload: bool = False) -> _Result:
-        """Return `send(store, key)` for a store of obstore and the object's key.
-
-        Raises:
-            Unmet: The condition of the request is not met.
-            Exception: As for `Client`.
-        """
+        """Return `send(store, key)`; raise Unmet if the condition of the request is not met, and errors as `Client` does."""
         key = bucket_and_key(request.url)[1]
         store = self._store(request.limit_s, request, is_upload)
         failed: Exception
@@ -260,6 +261,5 @@ class StoreClient:
 
 
 def _state(response: Any) -> ObjectInfo:
-    """Return the state of an object from the head of a response."""
     meta = response.meta
     return ObjectInfo(meta["size"], meta["e_tag"])

@@ -94,7 +94,6 @@ class RemoteStream:
             piece.drop()
 
     def _piece(self) -> _Piece:
-        """Return the piece that contains the next byte."""
         self._drop_passed()
         while len(self._pieces) <= _NUM_REQUESTS and self._requested < self.info.nbytes:
             begin = self._requested
