@@ -40,6 +40,7 @@ class StepDataset(Dataset[Any]):
 
     Raises (when indexed):
         TypeError: The index is not a `Step`.
+        ValueError: The sampler's loader has a state, and a trainer skips fewer batches than the state has used.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
     """
@@ -67,6 +68,8 @@ class StepDataset(Dataset[Any]):
         return vars(self) | {"sampler": None}
 
     def __getitem__(self, step: Step) -> Any:
+        if step is None:
+            raise ValueError("the loaded state has used more batches of the epoch than the trainer skips")
         if not isinstance(step, Step):
             raise TypeError(
                 f"a StepDataset is indexed by a Step, got {step!r:.200}; pass its sampler to the data loader"
