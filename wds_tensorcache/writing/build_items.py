@@ -261,10 +261,13 @@ class Items(Dataset[Item]):
         except Exception as exc:
             return self._failed(number, exc)
 
-    def read_again(self, item: Item) -> Item:
-        """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place."""
+    def read_again(self, item: Item, before: int) -> Item:
+        """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place.
+
+        `before` is the item's digest before the call of `fn`; 0 if it has none.
+        """
         value = self._items[item.number] if self.is_map else item.value
-        if item.origin and item.origin != digest_item(value) == digest_item(item.value):
+        if before and before != digest_item(value) == digest_item(item.value):
             fault = f"fn changed item {item.number} in place, so it cannot be tried again as it was"
             raise ValueError(f"{fault}; copy what fn changes, or let the dataset return a copy")
         return replace(item, value=value)
