@@ -282,6 +282,20 @@ def test_a_loader_that_skips_batches_has_no_state(plain: Any) -> None:
         loader.state_dict()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_are_not_skipped_twice(plain: Any, num_workers: int) -> None:
+    """accelerate counts from the beginning of the epoch, also if a state is loaded."""
+    loader = tc.torch_loader(plain, 2, shuffle=True, num_workers=num_workers)
+    batches = [(list(batch["name"]), loader.state_dict()) for batch in loader]
+    for number, (_, state) in enumerate(batches[:-1], 1):
+        loader.load_state_dict(state)
+        rest = [list(batch["name"]) for batch in accelerate.skip_first_batches(loader, number)]
+        assert rest == [names for names, _ in batches[number:]]
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match="used more batches of the epoch than the trainer skips"):
+            next(iter(accelerate.skip_first_batches(loader, number - 1)))
+
+
 @pytest.mark.parametrize(
     ("first", "second", "before", "after"),
     [

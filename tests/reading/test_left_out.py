@@ -98,6 +98,8 @@ def test_a_new_version_of_it_is_refused(a: Path, tmp_path: Path) -> None:
     items = [{"__key__": f"a{i:03d}"} for i in range(100)]
     with pytest.raises(tc.FormatError, match=f"{UNLISTED}, so their samples are left out; {BOTH_REMEDIES}"):
         tc.build(items, lambda batch: [{"v": 0} for _ in batch], tmp_path / "out", fingerprint={}, reuse=a)
+    with pytest.warns(UserWarning, match=UNLISTED), tc.open(a) as cache, pytest.raises(tc.FormatError, match=UNLISTED):
+        tc.build(cache[:10], lambda samples: samples, tmp_path / "out", fingerprint={})
     assert not (tmp_path / "out").exists()
 
 

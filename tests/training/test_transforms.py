@@ -344,6 +344,19 @@ def test_masks_of_loaders(masked: Any, how: str, way: Any) -> None:
         is_right(batch, info)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_torch_loader_refuses_wrong_masks(masked: Any, num_workers: int) -> None:
+    """It cannot know that a function has dropped texts. Without records, it need not."""
+
+    def drop(batch: Any, info: tc.BatchInfo) -> Any:
+        return DROP(batch, info)
+
+    with closing(tc.torch_loader(masked, 8, num_workers=num_workers, collate="pad", transform=drop)) as loader:
+        with pytest.raises(ValueError, match=r"called DropText\(.*info\.mask and info\.shapes would be wrong"):
+            next(iter(loader.with_info()))
+        assert len(list(loader)) == 2
+
+
 def test_masks_in_other_transforms(masked: Any) -> None:
     """A transform before `drop_text` gets the mask of the stored texts, one after it the mask of the batch."""
 

@@ -333,22 +333,25 @@ def test_other_batch_sizes(tmp_path: Path, kind: str, keys: Any) -> None:
         build_rank(tmp_path, rank, source, keys=keys).close()
 
 
-def test_another_order(tmp_path: Path) -> None:
-    build_rank(tmp_path, 0, Indexed(ITEMS)).close()
+@pytest.mark.parametrize("kind", [Indexed, iter])
+def test_another_order(tmp_path: Path, kind: Any) -> None:
+    build_rank(tmp_path, 0, kind(ITEMS)).close()
     match = r"item \d+ is not the one .*r0of2-000000\.tar.*same items in the same order"
     with pytest.raises(tc.StaleCacheError, match=match):
-        build_rank(tmp_path, 1, Indexed(ITEMS[::-1]))
-    build_rank(tmp_path, 1, Indexed(ITEMS)).close()
-    assert values(tc.open(tmp_path)) == ITEMS
+        build_rank(tmp_path, 1, kind(ITEMS[::-1]))
+    if kind is Indexed:  # an iterable is compared at its end
+        build_rank(tmp_path, 1, Indexed(ITEMS)).close()
+        assert values(tc.open(tmp_path)) == ITEMS
 
 
 @pytest.mark.parametrize(
     ("other", "error", "match"),
     [
         ({"source": ITEMS[::-1]}, tc.StaleCacheError, "r0of2-000000.*same items in the same order"),
+        ({"source": iter(ITEMS[::-1])}, tc.StaleCacheError, "r0of2-000000.*same items in the same order"),
         ({"batch_size": 6}, ValueError, "r0of2-000000.*batch_size"),
     ],
-    ids=["order", "batch size"],
+    ids=["order", "order of an iterable", "batch size"],
 )
 def test_at_the_same_time(tmp_path: Path, other: dict[str, Any], error: Any, match: str) -> None:
     """Rank 0 begins and ends while rank 1 computes."""

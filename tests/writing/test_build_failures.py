@@ -136,7 +136,7 @@ def test_the_frame_is_that_of_the_users_code(tmp_path: Path) -> None:
     assert all(record["frame"] for record in listed(tmp_path))
 
 
-@pytest.mark.parametrize("kind", ["dataset", "iterable", "copies"])
+@pytest.mark.parametrize("kind", ["dataset", "iterable", "copies", "keys"])
 def test_items_that_were_changed_in_place_are_not_tried_again(tmp_path: Path, kind: str) -> None:
     class Held(Dataset[Any]):
         def __init__(self) -> None:
@@ -156,7 +156,8 @@ def test_items_that_were_changed_in_place_are_not_tried_again(tmp_path: Path, ki
             raise ValueError("not this one")
         return {"x": torch.stack(items)}
 
-    error = build_broken(iter(Held().tensors) if kind == "iterable" else Held(), tmp_path, fn)
+    options = {"keys": [f"{i:09d}" for i in range(COUNT)]} if kind == "keys" else {}
+    error = build_broken(iter(Held().tensors) if kind == "iterable" else Held(), tmp_path, fn, **options)
     failed = dict.fromkeys((4, 5, 6, 7), "in place, .*; copy what fn changes")
     if kind == "copies":
         failed = {6: "not this one"}

@@ -40,6 +40,7 @@ class StepDataset(Dataset[Any]):
 
     Raises (when indexed):
         TypeError: The index is not a `Step`.
+        ValueError: The sampler's loader has a state, and a trainer skips fewer batches than the state has used.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
     """
@@ -62,11 +63,14 @@ class StepDataset(Dataset[Any]):
         self._options = {"collate": collate, "pad_value": pad_value}
         self._transforms = as_transforms(transform)
         self._with_info = with_info
+        self._is_noted = False  # a TorchLoader makes records of the batches
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"sampler": None}
 
     def __getitem__(self, step: Step) -> Any:
+        if step is None:
+            raise ValueError("the loaded state has used more batches of the epoch than the trainer skips")
         if not isinstance(step, Step):
             raise TypeError(
                 f"a StepDataset is indexed by a Step, got {step!r:.200}; pass its sampler to the data loader"
@@ -76,6 +80,11 @@ class StepDataset(Dataset[Any]):
             return batch
         info = self._reader.info(step, collate=self._options["collate"])
         batch = apply_transforms(batch, info, self._transforms)
+        if self._is_noted and not all(any(edit is listed for listed in self._transforms) for edit in info._edits):
+            raise ValueError(
+                f"a function in transform= called {info._edits[0]!r:.100}, so info.mask and info.shapes would be wrong: "
+                "pass what it called in the list, as transform=[tc.drop_text(…), …], or use tc.Loader"
+            )
         if not self._with_info:
             return batch
         # a transform may have changed the mask of the first record
@@ -177,7 +186,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             raise TypeError(f"dataset={dataset!r:.200}, expected a StepDataset")
         self._sampler, self._collate, self._stats = dataset.sampler, dataset._options["collate"], LoaderStats()
         self._reader = self._sampler._reader(dataset._reader.alternatives)
-        # workers do not send which transforms have changed shapes, for example in a function that calls `drop_text`
+        # workers do not send which transforms have changed shapes
         self._edits = [transform for transform in dataset._transforms if hasattr(transform, "edit_shapes")]
         batch_sampler = self._sampler if batch_sampler is None else batch_sampler  # or Lightning's, which wraps it
         paths = chain.from_iterable(cache._paths() for cache in self._sampler._plan.caches)
@@ -205,6 +214,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         return self._begin(with_info=False)
 
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
+        self.dataset._is_noted = with_info  # type: ignore[attr-defined]
         return self._accelerated(self._read_steps()) if self._is_prepared else self._read_steps()
 
     def _accelerated(self, reads: Generator[Read, None, None]) -> Generator[Read, None, None]:

@@ -338,13 +338,11 @@ class ResumablePipeline(IterableDataset[Any]):
         if self._batch_size is None:
             return items[0]
         collated = self._collate(items)
-        fields = (
-            collated.items() if isinstance(collated, dict) else enumerate(collated) if type(collated) is list else ()
-        )
-        for field, value in fields:
-            if isinstance(value, (list, tuple)) and value and all(map(_is_position, value)):
-                collated[field] = _Positions(value)
-        return collated
+        if isinstance(collated, dict):
+            for field, value in collated.items():
+                if isinstance(value, (list, tuple)) and value and all(map(_is_position, value)):
+                    collated[field] = _Batched(value)
+        return _Batched(collated) if type(collated) is list else collated
 
     def _share(self) -> int | None:
         """Return this worker's number of steps: a part of its rank's steps, in proportion to its samples, or else its bytes."""
@@ -669,15 +667,15 @@ def _positions(item: Any) -> Iterator[tuple[int, int]]:
             yield from _positions(part)
 
 
-class _Positions(list[str]):
-    """The positions of a batch. `default_collate` refuses them, so a DataLoader cannot silently make batches of batches."""
+class _Batched(list[Any]):
+    """A batch, or its positions. `default_collate` refuses it, so a DataLoader cannot silently make batches of batches."""
 
 
 def _refuse_batches(batch: list[Any], *, collate_fn_map: Any = None) -> NoReturn:
     raise ValueError("the stream's items are batches: pass batch_size=None to the DataLoader, or to the stream")
 
 
-default_collate_fn_map.setdefault(_Positions, _refuse_batches)
+default_collate_fn_map.setdefault(_Batched, _refuse_batches)
 
 
 def _divide(shards: list[int], loads: list[int], num_parts: int) -> list[list[int]]:

@@ -191,7 +191,7 @@ class StepSampler(DistributedSampler[Step]):
                 "use last_batch='short'"
             )
 
-    def __iter__(self) -> Iterator[Step]:
+    def __iter__(self) -> Iterator[Any]:
         """Return an iterator that begins an epoch when its first step is requested."""
         return _StepIterator(self)
 
@@ -370,7 +370,7 @@ def _num_resumed(loop: Any) -> int:
     return number if getattr(loop, "_loaded_from_state_dict", False) and not is_over else 0
 
 
-class _StepIterator(Iterator[Step]):
+class _StepIterator(Iterator[Step | None]):
     """Iterator over the remaining steps of an epoch; torchdata's `StatefulDataLoader` calls its state methods.
 
     A data loader may create several iterators and use only one of them. So an epoch begins when the first step is requested.
@@ -383,15 +383,22 @@ class _StepIterator(Iterator[Step]):
         self._end = 0  # the number of the step before which a loader's loop ends
         self._num_moves = -1
         self._num_steps = 0
+        self._num_used = 0  # steps of a loaded state that another data loader must skip
         # steps at the last `state_dict`; None unless its first call was before the first step
         self._num_saved: int | None = None
 
-    def __next__(self) -> Step:
+    def __next__(self) -> Step | None:
         sampler, plan = self._sampler, self._sampler._plan
         if self._at is None:
             self._at, self._scheduled = sampler._beginning(), sampler._scheduled
             self._end = sampler._end_of_loop(self._at)
+            if self._scheduled is None and sampler._is_resumed:
+                self._num_used = self._at.step - self._at.began
             self._leave()
+        if self._num_used:
+            # accelerate skips batches from the beginning of the epoch
+            self._num_used -= 1
+            return None
         if plan.is_over(self._at) if self._scheduled is None else self._at.step >= self._end:
             if self._num_moves == sampler._num_moves:
                 self._leave()

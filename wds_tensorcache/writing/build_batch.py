@@ -29,6 +29,7 @@ from wds_tensorcache.storage.threads import Threads
 from wds_tensorcache.writing.build_compare import DIGEST
 from wds_tensorcache.writing.build_failures import Failure, Failures
 from wds_tensorcache.writing.build_items import Item, Items, add_note_of
+from wds_tensorcache.writing.item_digest import digest_item
 from wds_tensorcache.writing.writer import PackedSample, ShardWriter
 
 Target = tuple[Item, bool]  # an item of a batch, and whether its sample is missing
@@ -101,11 +102,11 @@ def compute(
             copied = Batch(returned, len(batch), partial(_describe, batch))
         waiting.append(thread.submit(write, copied, missing))
 
-    def attempt(part: list[Target], is_second: bool = False) -> list[Target]:
+    def attempt(part: list[Target], before: Mapping[int, int] | None = None) -> list[Target]:
         """Compute a batch, and return the items to compute one by one if it fails; record the failure of a single item."""
         if any(is_missing for _, is_missing in part):
             try:
-                submit([(job.items.read_again(item), True) for item, _ in part] if is_second else part)
+                submit(part if before is None else [(job.items.read_again(i, before[i.number]), True) for i, _ in part])
             except Exception as exc:
                 # Hazard: an error of the writer is no failure of the item.
                 if failed or not records:
@@ -120,14 +121,17 @@ def compute(
             for index in earlier:
                 kinds.add(index)
             for batch in batches:
-                part = batch
+                part, before = batch, dict[int, int]()
                 if records:
                     part = [target for target in batch if target[0].failure is None]
                     for item, is_missing in batch:
                         if item.failure is not None and is_missing:
                             failures.add(replace(item.failure, key=item.key))
+                    before = {
+                        item.number: item.origin or digest_item(item.value) for item, is_missing in part if is_missing
+                    }
                 for target in attempt(part):
-                    attempt([target], is_second=True)
+                    attempt([target], before)
                 failures.reached = batch[-1][0].number
                 job.bar.show_count()
             while waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import chain
 
@@ -88,7 +88,8 @@ class Comparison:
         whose keys are their positions have changed or were removed.
         """
         items = self._items
-        if not self._has_looked_ahead:
+        # items of other ranks in an iterable are complete at its end
+        if not self._has_looked_ahead and (items.is_map or after in (None, items.num_all)):
             self._has_looked_ahead = True
             self._look_ahead(items.num_all if after is None else after)
         faults = []
@@ -125,11 +126,15 @@ class Comparison:
         """Compare up to 64 items with finished samples: items of other ranks, and items after item `after`."""
         # Some of these items differ if an earlier item was inserted or removed, or if ranks have another order.
         items = self._items
-        if items.is_map and items.compares and items.are_numbered and not self.changed:
+        if not (items.compares and items.are_numbered) or self.changed:
+            return
+        ahead: Iterable[Item] = items.others
+        if items.is_map:
             numbers = sorted(n for n in self._numbers() if n < items.num_all and (n > after or not items.is_own(n)))
             compared = {*(numbers[i] for i in spread(len(numbers), NUM_COMPARED - 1)), *numbers[-1:]}
-            for item in items.read(sorted(compared)):
-                self.find_right(item, self._finished.find(item.key))
+            ahead = items.read(sorted(compared))
+        for item in ahead:
+            self.find_right(item, self._finished.find(item.key))
 
     def warn(self) -> None:
         """Warn once if items could not be compared with their finished samples."""

@@ -70,6 +70,7 @@ class Items(Dataset[Item]):
             known without reading.
         compares: True if items are compared by `digest_item`. Their keys are numbers, so a key does not show that an item has
             moved.
+        others: Up to 64 items of other ranks in an iterable to compare, without their values.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class Items(Dataset[Item]):
         self.are_numbered = keys is None
         self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
         self.compares = keys is None and not self._is_fixed and digest is None
+        self.others: list[Item] = []
+        self._distance = 1  # of the numbers of `others`
         self.rank, self.world_size = rank, world_size
         self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
@@ -243,6 +246,11 @@ class Items(Dataset[Item]):
                 except Exception as exc:
                     item = self._failed(number, exc)
                 yield item
+            elif self.compares and number % self._distance == 0:
+                self.others.append(Item(number, number_text(number), origin=digest_item(value)))
+                if len(self.others) > NUM_COMPARED:
+                    self._distance *= 2
+                    self.others = [item for item in self.others if item.number % self._distance == 0]
 
     def __getitem__(self, number: int) -> Item:  # for worker processes
         try:
@@ -252,10 +260,13 @@ class Items(Dataset[Item]):
         except Exception as exc:
             return self._failed(number, exc)
 
-    def read_again(self, item: Item) -> Item:
-        """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place."""
+    def read_again(self, item: Item, before: int) -> Item:
+        """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place.
+
+        `before` is the item's digest before the call of `fn`; 0 if it has none.
+        """
         value = self._items[item.number] if self.is_map else item.value
-        if item.origin and item.origin != digest_item(value) == digest_item(item.value):
+        if before and before != digest_item(value) == digest_item(item.value):
             fault = f"fn changed item {item.number} in place, so it cannot be tried again as it was"
             raise ValueError(f"{fault}; copy what fn changes, or let the dataset return a copy")
         return replace(item, value=value)
