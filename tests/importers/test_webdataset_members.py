@@ -103,6 +103,15 @@ def test_equal_keys_in_several_tars(tmp_path: Path) -> None:
     assert "the same 1 key, for example 'k'" in report.notes[0]
 
 
+def test_a_new_tar_with_an_equal_key_is_not_added(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "s0.tar", {"k": {"npy": np.zeros(3)}})
+    imported(tmp_path / "in", tmp_path / "out")
+    write(tmp_path / "in" / "s1.tar", {"k": {"npy": np.ones(3)}})
+    with pytest.raises(tc.StaleCacheError, match="keys='with the paths of the tars'"):
+        tc.import_cache(tmp_path / "in", tmp_path / "out", resume=True)
+    assert list(tc.open(tmp_path / "out").keys()) == ["k"]
+
+
 def test_files_patterns_and_lists(tmp_path: Path) -> None:
     """As a folder that has nothing else; the fingerprint has what was named."""
     for number in range(3):

@@ -337,6 +337,19 @@ def _nbytes_in(folder: Path) -> int:
     return nbytes > 1e6
 
 
+def test_a_shared_dataset_that_changes_before_an_export_continues(tmp_path: Path) -> None:
+    def stop(done: int, total: int | None) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    for value in (0, 1):
+        items = [{"x": torch.full((3,), value)} for _ in range(4)]
+        shared = tc.SharedDataset(items, f"export-{value}-{os.getpid()}", directory=tmp_path)
+        with shared, contextlib.suppress(KeyboardInterrupt):
+            tc.export_cache(tc.join({"a": shared}), tmp_path / "out", "pt", progress=None if value else stop)
+    assert [torch.load(tmp_path / "out" / f"{i}.pt")["a"]["x"][0] for i in range(4)] == [1, 1, 1, 1]
+
+
 def test_what_is_not_exported_is_named(tmp_path: Path) -> None:
     """Samples without the cache, and other caches of the samples."""
     with tc.ShardWriter(tmp_path / "cache", max_samples=4) as sink:

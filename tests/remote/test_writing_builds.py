@@ -64,6 +64,16 @@ def test_two_ranks_build_one_cache(write_server: WriteServer, start: Any, tmp_pa
         assert sorted(int(sample["x"][0]) for sample in cache) == list(range(23))
 
 
+def test_a_rank_of_another_world_size_at_the_same_time(write_server: WriteServer) -> None:
+    def fn(items: list[int]) -> dict[str, torch.Tensor]:
+        if 0 in items:
+            build(URL, rank=0, world_size=2).close()
+        return {"x": torch.tensor(items)}
+
+    with pytest.raises(ValueError, match="r0of2-000000.tar contains .* samples of items of this rank"):
+        tc.build(list(range(23)), fn, URL, fingerprint={"model": "a"}, batch_size=4)
+
+
 @pytest.mark.filterwarnings(
     "ignore:tc.build. 1 item failed, listed in s3.//bucket/cache/failures-r.of2.jsonl:UserWarning"
 )

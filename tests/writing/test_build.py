@@ -115,6 +115,7 @@ def test_batches_are_cut_into_samples(tmp_path: Path) -> None:
         (lambda items: {"x": {"y": 5}}, "a int without rows at 'x.y'"),
         (lambda items: torch.tensor(1), "fn returned a Tensor"),
         (lambda items: None, "fn returned a NoneType"),
+        (lambda items: {}, "fn returned a dict without rows, expected one row for each of 4 items"),
         (lambda items: (torch.ones(4, 2), torch.ones(4, 3)), "fn returned a tuple; return a dict of tensors"),
         (lambda items: {"x": tuple(torch.ones(2) for _ in items)}, "fn returned a tuple at 'x'; return"),
     ],

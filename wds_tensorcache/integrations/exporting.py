@@ -84,7 +84,7 @@ def export_cache(
     - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
 
     The folder appears when it is complete. If an export was interrupted or killed, repeat the call to continue the export. A
-    tar begins again, and so does every export after a reboot.
+    tar begins again, and so do every export after a reboot and an export of a `SharedDataset`.
 
     Args:
         cache: Cache, or a view of a cache.
@@ -124,14 +124,22 @@ def export_cache(
     return export.report
 
 
-def _shards_of(cache: Cache) -> Iterator[Shard]:
-    for part in cache._caches if isinstance(cache, JoinedCache) else ():
-        yield from _shards_of(part)
-    yield from cache._store.shards if isinstance(cache, TensorCache) else ()
+def _parts_of(cache: Cache) -> list[Cache]:
+    """Return the caches in a join, or the cache itself."""
+    return [part for of in cache._caches for part in _parts_of(of)] if isinstance(cache, JoinedCache) else [cache]
 
 
-def _identify(cache: Cache, kind: str) -> str:
-    """Return a hash of the boot, the kind, the fingerprint, the samples, and the identities of the shards."""
+def _shards_of(cache: Cache) -> list[Shard]:
+    return [shard for part in _parts_of(cache) if isinstance(part, TensorCache) for shard in part._store.shards]
+
+
+def _identify(cache: Cache, kind: str) -> str | None:
+    """Return a hash of the boot, the kind, the fingerprint, the samples, and the identities of the shards.
+
+    Return None if a part of the cache has no shards: a SharedDataset may load other samples in the next call.
+    """
+    if not all(isinstance(part, TensorCache) for part in _parts_of(cache)):
+        return None
     # Hazard: after a power cut, finished files may be empty; after a new boot, an export begins again
     digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
     for i, entry in enumerate(cache._entries(selected=True)):

@@ -246,7 +246,8 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
     failures = job.open_failures(files, names)
     batches = _missing(job, sink.finished, folder, seen, failures)
     compute(job, batches, sink, failures, sink.finished.indexes.values())
-    if items.world_size > 1:
+    # at a url, no lock refuses ranks of another world size that run at the same time
+    if items.world_size > 1 or files.is_remote:
         new = list_new(pattern, sink.finished, job.options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
         others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}

@@ -281,7 +281,7 @@ class Batch:
 
 
 def _check(value: Any, count: int, path: str = "") -> None:
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and (value or path):
         for name, part in value.items():
             _check(part, count, f"{path}.{name}" if path else f"{name}")
         return

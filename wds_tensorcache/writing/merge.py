@@ -58,7 +58,7 @@ def reshard(
         ImportError: `progress` is True, and `tqdm` is not installed.
         InvalidKeyError: A key occurs in several shards.
         OSError: A file cannot be read or written, for example because the disk is full.
-        ValueError: `max_samples` or `max_nbytes` is less than 1; or `source` or `out` is a url.
+        ValueError: `max_samples` or `max_nbytes` is less than 1; there are no samples; or `source` or `out` is a url.
     """
     limits: Any = {"max_samples": max_samples, "max_nbytes": max_nbytes}
     return merge([source], out, **limits, dali_index=dali_index, fsync=fsync, progress=progress)
@@ -108,6 +108,8 @@ def merge(
         NewShard(DEFAULT_NAME % number, runs, dali_index=dali_index)
         for number, runs in enumerate(_divide(shards, max_samples, max_nbytes))
     ]
+    if not plan:
+        raise ValueError(f"{shards[0].path}: no shard has a sample, so nothing was written")
     with closing(Progress(progress, sum(len(shard.keys) for shard in shards), unit=" samples", smoothing=0)) as bar:
         return write_cache(out, plan, files, fsync=fsync, show=bar.show)
 

@@ -127,7 +127,9 @@ def _open(folder: SourceFolder) -> Source:
             )
             for file, name, key, members in tar_samples
         ],
-        bad=bad,
+        # Hazard: after a new tar changes the keys, a resumed import would store all samples twice.
+        {"keys": "with the paths of the tars"} if doubles else {},
+        bad,
         notes=notes,
     )
 
