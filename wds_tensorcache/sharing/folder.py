@@ -47,9 +47,6 @@ _WRAPPERS = tuple(
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
     """Return the path of this user's folder in `directory`, which contains a folder for each name; create it if needed.
 
-    Args:
-        directory: Path of a folder; None for shared memory, `/dev/shm`.
-
     Raises:
         NotImplementedError: The system is not Linux. Only there do locks on byte ranges belong to open files.
         FileNotFoundError: The directory does not exist.
@@ -145,7 +142,6 @@ os.register_at_fork(after_in_child=_hold_in_child)
 
 
 def _hold(path: str) -> RangeLocks:
-    """Take the locks that hold a folder."""
     holders = RangeLocks(os.path.join(path, HOLDERS))
     check_owner(holders.path, os.fstat(holders.fd), stat.S_ISREG)
     for byte in (os.getpid(), IN_USE):
@@ -185,12 +181,7 @@ def open_folder(
 ) -> SharedFolder:
     """Open the folder for a name, or create it, and hold it. Remove abandoned folders of all names.
 
-    Args:
-        base: Result of `base_folder`.
-        name: Name of the shared memory.
-        fingerprint: Description of the dataset, which the folder stores.
-        persistent: Mark the folder, so that it is kept without holders.
-        create: Function that writes the files of a new folder, by its path.
+    `base` is a result of `base_folder`. `create` writes the files of a new folder.
 
     Raises:
         InvalidKeyError: The name is not allowed.
@@ -207,10 +198,8 @@ def open_folder(
                 remove_if_abandoned(other)
         # This process may be killed at any moment. So the reaper is there before the folder.
         with contextlib.nullcontext() if persistent else start_reaper(path):
-            if os.path.lexists(path):
-                folder = _open(path)
-            else:
-                folder = _create(path, {"name": name, "fingerprint": fingerprint, "boot": boot_id()}, create)
+            head = {"name": name, "fingerprint": fingerprint, "boot": boot_id()}
+            folder = _open(path) if os.path.lexists(path) else _create(path, head, create)
     stored = folder.head.get("fingerprint")
     if stored != fingerprint:
         folder.leave()
