@@ -206,8 +206,7 @@ def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
 
 
 def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Convert a tensor to numpy's widest dtype."""
-    # on most machines, it has all integers of 64 bits
+    # on most machines, numpy's widest dtype has all integers of 64 bits
     if tensor.is_complex():
         return tensor.to(torch.complex128).numpy().astype(np.clongdouble)
     return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).numpy().astype(np.longdouble)

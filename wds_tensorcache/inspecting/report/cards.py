@@ -96,7 +96,6 @@ def _new_card(survey: Survey, index: int) -> dict[str, Any]:
 
 
 def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, max_nbytes: int) -> None:
-    """Add the name, the text and the other small values of a sample to its card."""
     key = survey.cache.keys()[index]
     original = survey.cache._name_at(index, key)
     card["name"] = "" if original in (None, key) else escape_hidden(str(original), 300)

@@ -28,12 +28,7 @@ _MAX_LINES = 300  # lines of statistics of one sample
 
 
 def overview(survey: Survey, title: str) -> dict[str, Any]:
-    """Return the contents of the page, without the samples.
-
-    Args:
-        survey: Survey of some samples, made with `for_page=True`.
-        title: Name of the cache.
-    """
+    """Return the contents of the page, without the samples. The survey was made with `for_page=True`."""
     cache, described = survey.cache, survey.description
     notes = []
     if survey.errors:
