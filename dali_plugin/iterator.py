@@ -179,7 +179,6 @@ class TensorCacheIterator:
             self._is_built = True
 
     def _run(self) -> list[Any]:
-        """Return, for each pipeline, the outputs of its next batch."""
         for pipe in self._pipes:
             pipe.schedule()
         return [pipe.outputs() for pipe in self._pipes]
