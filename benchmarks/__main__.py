@@ -72,7 +72,6 @@ def _measure(context: Context, scenarios: list[str] | None, rounds: int) -> dict
 
 
 def main() -> None:
-    """Entry point of `make bench`."""
     options = _arguments()
     warnings.filterwarnings("ignore", message=".*not writable.*")  # peers that hand over views of bytes
     settle()

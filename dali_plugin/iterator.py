@@ -185,8 +185,6 @@ class TensorCacheIterator:
 
 
 class _Pipe:
-    """One pipeline, with its source and the names of its outputs."""
-
     def __init__(self, pipe: Any, source: Any, names: Sequence[str] | None, copy: bool) -> None:
         if not hasattr(pipe, "build"):
             raise TypeError(f"{pipe!r:.100} is not a pipeline; call the function that @pipeline_def decorates")

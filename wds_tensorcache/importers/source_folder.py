@@ -142,7 +142,6 @@ class SourceFolder:
         return name in self._all
 
     def locate(self, name: str) -> str:
-        """Return the path of a listed file."""
         return f"{self.path}/{name}"
 
     @contextmanager

@@ -61,7 +61,6 @@ class TensorStatistics:
     not_finite: list[str] = field(default_factory=list)
 
     def add(self, values: ValueStatistics | None, key: str) -> None:
-        """Add the tensor of one sample."""
         self.num_examined += 1
         if values is None:
             return
@@ -71,7 +70,6 @@ class TensorStatistics:
             self.not_finite += [key] * (len(self.not_finite) < _NUM_KEYS)
 
     def record(self) -> dict[str, Any]:
-        """Return all properties for JSON."""
         return tensor_record(self.description) | {
             "num_examined": self.num_examined,
             "values": self.values,
@@ -81,7 +79,6 @@ class TensorStatistics:
 
 
 def tensor_record(tensor: TensorDescription) -> dict[str, Any]:
-    """Return the description of a tensor for JSON."""
     return {
         "name": tensor.name,
         "kind": tensor.kind,
@@ -243,7 +240,6 @@ class Survey:
         return values
 
     def measure(self, lazies: Mapping[str, Lazy]) -> Values:
-        """Return statistics of the examined tensors of a sample."""
         return {name: measure(lazy) for name, lazy in lazies.items() if name in self.positions}
 
     def _keep_planes(self, lazies: Mapping[str, Lazy], kept: dict[tuple[str, int, bool], list[Array]]) -> None:

@@ -216,7 +216,6 @@ def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -
 
 
 def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
-    """Return statistics of one tensor like `measure`, but with a histogram."""
     sample = ValueSample()
     statistics = measure(lazy, sample)
     if statistics is not None:

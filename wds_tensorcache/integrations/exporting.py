@@ -146,8 +146,6 @@ def _identify(cache: Cache, kind: str) -> str:
 
 
 class _Export:
-    """One export, with the names of all its files and its report."""
-
     def __init__(self, cache: Cache, kind: str) -> None:
         self.report = ExportReport()
         self._cache, self._kind = cache, kind

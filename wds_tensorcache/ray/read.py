@@ -248,7 +248,6 @@ def _cache_of(reference: Any) -> Cache[Any]:
 
 
 def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None) -> Any:
-    """Return a table of the samples at `numbers`, with all columns, or only with `columns`."""
     request = cache._request_chosen(numbers, plan.randomness)
     keys = [request.key(i) for i in range(len(numbers))]
     suffixes = {MEMBER + suffix: suffix for suffix in plan.members if columns is None or MEMBER + suffix in columns}

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch.utils.data
 import xxhash
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
 from wds_tensorcache.sharing.reaper import (
@@ -36,12 +36,6 @@ _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8
 # A process that is opening a folder may hold the lock for longer. Then the reaper, or that process, removes the folder.
 _LEAVE_S = 0.1
-# the last class is missing in older releases of torch
-_WRAPPERS = tuple(
-    getattr(torch.utils.data, name)
-    for name in ("Subset", "ConcatDataset", "StackDataset")
-    if hasattr(torch.utils.data, name)
-)
 
 
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
@@ -242,7 +236,6 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
 
 
 def find_folders(base: str) -> list[str]:
-    """Return the paths of all folders in `base`."""
     with os.scandir(base) as entries:
         return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
@@ -272,7 +265,7 @@ def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
     attributes = getattr(dataset, "__dict__", {})
     if isinstance(digest := attributes.get("_fingerprint"), str):
         description["digest"] = digest
-    if isinstance(dataset, _WRAPPERS):
+    if isinstance(dataset, (ConcatDataset, StackDataset, Subset)):
         if (indices := _digest(attributes.get("indices"))) is not None:
             description["indices"] = indices
         inner = attributes.get("datasets", [attributes.get("dataset")])

@@ -167,7 +167,6 @@ class Samples:
         return self._table.find_present()
 
     def stats(self) -> SharedStats:
-        """Return counts of this process, and of the memory that all processes share."""
         self._enter()
         return SharedStats(
             self._hits,

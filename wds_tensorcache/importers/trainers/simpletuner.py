@@ -108,11 +108,8 @@ def _open(folder: SourceFolder) -> Source:
         path, _, file = name.rpartition("/")
         images = images_of.get(file[: -len(".pt")], [])
         best = _best_image(name, images)
-        caption_file = (
-            _find_captions(folder, best)
-            if best and best.backend.config.get("caption_strategy") in (None, "textfile")
-            else None
-        )
+        strategy = best.backend.config.get("caption_strategy") if best else None
+        caption_file = _find_captions(folder, best) if best and strategy in (None, "textfile") else None
         hashes: dict[str, str | None] = {}
         if best and len(models) == 1:
             hashes = _text_hashes(folder, best, caption_file)

@@ -146,7 +146,6 @@ def file_limits(survey: Survey) -> Limits:
 def make_cards(
     survey: Survey, limits: Limits, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> list[dict[str, Any]]:
-    """Return a card for each examined sample, as JSON values."""
     cards = []
     for card in map_samples(survey.cache, survey.indices, lambda index: make_card(survey, index, limits)):
         cards.append(card)
