@@ -186,8 +186,6 @@ class _Manifest:
         entries, extra = None, dict[str, Any]()
         try:
             entries, extra = read_manifest(path)
-        except FileNotFoundError:
-            raise
         except (FormatError, OSError) as exc:
             self._fault(path, _reason(exc))
         self._is_ours = bool(extra)

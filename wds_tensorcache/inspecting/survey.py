@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -313,9 +314,7 @@ def _describe_intact(cache: Cache[Any], indices: Sequence[int]) -> Description:
     except FormatError:
         intact = []
         for index in indices:
-            try:
+            with suppress(*READ_ERRORS):
                 cache[index]
                 intact.append(index)
-            except READ_ERRORS:
-                continue
         return cache[intact].describe()

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -74,10 +75,9 @@ def _field(value: object) -> str:
 
 def _list_shards(cache: Any) -> Iterator[list[Any]]:
     for shard in cache._store.shards:
-        try:
+        nbytes = 0
+        with suppress(OSError):
             nbytes = int(cache._file_nbytes(shard.path))
-        except OSError:
-            nbytes = 0
         yield [escape_hidden(os.path.basename(shard.path)), nbytes, len(shard)]
 
 
@@ -85,10 +85,8 @@ def _read_structures(survey: Survey) -> list[Any]:
     intact = [index for index in survey.indices if index not in survey.errors]
     samples = []
     for at in spread(len(intact), _NUM_STRUCTURES):
-        try:
+        with suppress(*READ_ERRORS):
             samples.append(survey.cache[intact[at]])
-        except READ_ERRORS:
-            continue
     return samples
 
 
