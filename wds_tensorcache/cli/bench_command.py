@@ -33,9 +33,8 @@ _SMALL_NBYTES = 1 << 16  # a smaller sample takes more time for its own work tha
 _NEAR = 0.7  # of a ceiling
 _WIDTH = 30  # of the longest bar
 Array = np.ndarray[Any, Any]
-_Extent = tuple[
-    str, int, int, int
-]  # path of a shard, begin and end of the tensors of a sample, and the bytes of the used ones
+# path of a shard, begin and end of the tensors of a sample, and the bytes of those that are not left out
+_Extent = tuple[str, int, int, int]
 
 
 @click.command()

@@ -105,9 +105,7 @@ def _write(lazy: Lazy, form: str) -> None:
         try:
             content = save({lazy.name: value})
         except (KeyError, TypeError, ValueError, safetensors.SafetensorError) as exc:
-            raise click.UsageError(
-                f"safetensors cannot store {dtype_name(lazy.dtype)}; use --as raw, or --json"
-            ) from exc
+            raise click.UsageError(f"safetensors cannot store {_dtype(lazy)}; use --as raw, or --json") from exc
         stdout.write(content)
         return
     array = value
@@ -115,7 +113,7 @@ def _write(lazy: Lazy, form: str) -> None:
         try:
             array = value.numpy()
         except TypeError as exc:
-            raise click.UsageError(f"numpy has no {dtype_name(lazy.dtype)}; use --as safetensors") from exc
+            raise click.UsageError(f"numpy has no {_dtype(lazy)}; use --as safetensors") from exc
     # a pipe has no position, which numpy needs for an ordinary file
     np.lib.format.write_array(SimpleNamespace(write=stdout.write), array, allow_pickle=False)
 
@@ -124,16 +122,14 @@ def _as_json(key: str, lazy: Lazy) -> dict[str, Any]:
     value = lazy.load()
     numbers = value if isinstance(value, np.ndarray) and value.dtype.kind in "USMm" else as_numbers(value)
     if numbers is None:
-        raise click.UsageError(f"{dtype_name(lazy.dtype)} has no numbers for JSON; use --as raw")
+        raise click.UsageError(f"{_dtype(lazy)} has no numbers for JSON; use --as raw")
     values = numbers.astype(str) if numbers.dtype.kind in "Mm" else numbers
     values = np.char.decode(values, "latin-1") if values.dtype.kind == "S" else values
-    return {
-        "key": key,
-        "name": lazy.name,
-        "dtype": dtype_name(lazy.dtype),
-        "shape": tuple(lazy.shape),
-        "values": values.tolist(),
-    }
+    return {"key": key, "name": lazy.name, "dtype": _dtype(lazy), "shape": tuple(lazy.shape), "values": values.tolist()}
+
+
+def _dtype(lazy: Lazy) -> str:
+    return dtype_name(lazy.dtype)
 
 
 def _is_text(content: bytes) -> bool:
