@@ -56,7 +56,6 @@ def _store(context: Context) -> dict[str, float]:
 
 
 def _measure(context: Context, scenarios: list[str] | None, rounds: int) -> dict[str, Rounds]:
-    """Return the rounds of each scenario."""
     name = context.workload.name
     results: dict[str, Rounds] = {}
     for scenario in scenarios or SCENARIOS:
@@ -73,7 +72,6 @@ def _measure(context: Context, scenarios: list[str] | None, rounds: int) -> dict
 
 
 def main() -> None:
-    """Entry point of `make bench`."""
     options = _arguments()
     warnings.filterwarnings("ignore", message=".*not writable.*")  # peers that hand over views of bytes
     settle()

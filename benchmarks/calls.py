@@ -73,7 +73,6 @@ def acts(folder: Path) -> Iterator[dict[str, Callable[[], Any]]]:
 
 
 def main() -> None:
-    """Print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__)
     parser.add_argument(
         "--functions",

@@ -50,8 +50,6 @@ STORES: dict[str, tuple[Workload, int]] = {  # the samples, and in how many shar
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A scenario on a store."""
-
     scenario: str
     store: str
     batch_size: int = 32
@@ -183,7 +181,6 @@ def _lines(title: str, checkout: Path, stores: Path, part: int, rounds: int) -> 
 
 
 def main() -> None:
-    """Print a table of the chosen cases."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.core", description=__doc__)
     parser.add_argument("--base", type=Path, required=True, help="a checkout of the state to compare with")
     parser.add_argument("--rounds", type=int, default=7)

@@ -122,7 +122,6 @@ class Context:
         self._checksum = cache(lambda index: self.workload.checksum(self.samples[index]))  # as written
 
     def store(self, peer: Peer) -> Path:
-        """Return the folder that a peer reads."""
         return self.stores / (peer.store or peer.name)
 
     def enter(self, manager: AbstractContextManager[Any]) -> Any:

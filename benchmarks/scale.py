@@ -87,7 +87,6 @@ def _node_hits(shuffle: str, is_own: bool, fits: float) -> float:
 
 
 def tables() -> list[str]:
-    """Return the markdown tables."""
     sizes = (0.25, 0.5, 0.75, 1.0)
     epoch = [["an epoch of all nodes", "shards in use by a step", "requests/s for each", "indexes of a rank"]]
     hits = [["size of the cache, by what a node reads in an epoch", *(f"{size:.0%}" for size in sizes)]]

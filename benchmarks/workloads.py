@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -157,7 +157,5 @@ WORKLOADS: dict[str, Workload] = {
 }
 # two small batches each: enough to test that everything runs, not to compare
 QUICK: dict[str, Workload] = {
-    "diffusion": _Diffusion(count=64, timed=64, written=64, batch_size=32),
-    "features": _Features(count=128, timed=128, written=128, batch_size=64),
-    "text": _Text(count=64, timed=64, written=64, batch_size=32),
+    name: replace(workload, count=64, timed=64, written=64, batch_size=32) for name, workload in WORKLOADS.items()
 }

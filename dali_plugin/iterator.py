@@ -179,15 +179,12 @@ class TensorCacheIterator:
             self._is_built = True
 
     def _run(self) -> list[Any]:
-        """Return, for each pipeline, the outputs of its next batch."""
         for pipe in self._pipes:
             pipe.schedule()
         return [pipe.outputs() for pipe in self._pipes]
 
 
 class _Pipe:
-    """One pipeline, with its source and the names of its outputs."""
-
     def __init__(self, pipe: Any, source: Any, names: Sequence[str] | None, copy: bool) -> None:
         if not hasattr(pipe, "build"):
             raise TypeError(f"{pipe!r:.100} is not a pipeline; call the function that @pipeline_def decorates")

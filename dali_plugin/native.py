@@ -190,10 +190,8 @@ class NativeReader(BatchSource):
     def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
         """Return the tensors of samples by name: `[B, …]` if their shapes are equal, otherwise a list of B tensors.
 
-        Args:
-            request: Request for the samples.
-            members: Tensor members of the samples, uint8 `[B, n]`, on any device; shorter members are padded to n.
-            host: The same bytes on the CPU, for arrays.
+        `members` contains the tensor members of the samples, uint8 `[B, n]`, on any device; shorter members are padded to n.
+        `host` contains the same bytes on the CPU, for arrays.
 
         Memory: views of `members`. Unaligned or stacked tensors, bools on a GPU, and arrays are copies.
         """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping
 from ctypes import c_void_p
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,6 @@ def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
 def is_tensor(carrier: Carrier) -> bool:
     """Return whether a carrier is for tensors of torch, not for arrays of numpy."""
     return isinstance(carrier.true, torch.dtype)
-
-
-@lru_cache(maxsize=256)
-def _is_native(dtype: Any) -> bool:
-    return bool(dali_carrier(dtype).dtype.name == dtype_name(dtype))
 
 
 def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -64,7 +58,7 @@ def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple
 def _restore(name: str, value: Any, carrier: Carrier) -> Any:
     if not isinstance(carrier.true, torch.dtype):
         value = value.cpu().numpy()
-    if _is_native(carrier.true):
+    if carrier.dtype.name == dtype_name(carrier.true):
         return value  # an operator may have converted it to another dtype
     if carrier.fits(value):
         return carrier.restore(value)

@@ -28,12 +28,10 @@ def write(folder: Path, workload: Workload, samples: Sequence[Any], *, field: st
 
 
 def stream(shard: Path | str, *stages: Any) -> Any:
-    """Return a pipeline over the samples of a shard."""
     return wds.DataPipeline(wds.SimpleShardList(str(shard)), *stages)
 
 
 def shuffle(workload: Workload) -> Any:
-    """Return the stage that shuffles."""
     buffered = SHUFFLED * workload.batch_size
     return wds.shuffle(buffered, initial=buffered, rng=random.Random(0))
 

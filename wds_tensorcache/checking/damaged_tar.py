@@ -81,10 +81,6 @@ class Salvage:
 
     Stock readers stop at the first block of zeros. Zeros are damage if an index says that the archive ends later, or if only
     one block is zero. Members after two or more blocks of zeros, such as the members of an appended tar, belong to no archive.
-
-    Args:
-        file: The shard.
-        read: Function that returns the bytes `[begin, end)` of the shard, mostly in order.
     """
 
     def __init__(self, file: ShardFile, read: Callable[[int, int], bytes]) -> None:

@@ -75,12 +75,7 @@ def verify(
 
 
 class ShardsToCheck:
-    """The shards of a source, and the manifests that list them.
-
-    Attributes:
-        report: Faults and counts.
-        nbytes: Length of all shards in bytes.
-    """
+    """The shards of a source, and the manifests that list them."""
 
     def __init__(self, source: Any, report: Report) -> None:
         self.report = report
@@ -178,15 +173,11 @@ def _without_number(path: str) -> str:
 
 
 class _Manifest:
-    """A manifest, compared with the shards of its folder.
-
-    Attributes:
-        paths: Paths of the shards that are listed, or are in the manifest's folder.
-    """
+    """A manifest, compared with the shards of its folder."""
 
     def __init__(self, path: str, report: Report) -> None:
         self._path, self._where, self._report = path, os.path.basename(path), report
-        self.paths: list[str] = []
+        self.paths: list[str] = []  # of the shards that are listed, or are in the manifest's folder
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._by_digest: dict[str, str] = {}  # paths by the digest of the index
         self._unlike: dict[str, Checked] = {}  # by path: shards without the index that is listed
@@ -195,8 +186,6 @@ class _Manifest:
         entries, extra = None, dict[str, Any]()
         try:
             entries, extra = read_manifest(path)
-        except FileNotFoundError:
-            raise
         except (FormatError, OSError) as exc:
             self._fault(path, _reason(exc))
         self._is_ours = bool(extra)
@@ -251,7 +240,6 @@ class _Manifest:
                 self._by_digest.setdefault(entry.digest, path)
 
     def num_samples(self, path: str) -> int:
-        """Return the number of samples that the manifest lists for a shard."""
         entry = self._entries.get(os.path.abspath(path))
         return 0 if entry is None else entry.num_samples
 

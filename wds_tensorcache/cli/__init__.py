@@ -8,7 +8,6 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command, and exit with its status; see `run`."""
     sys.exit(_run())
 
 

@@ -33,7 +33,8 @@ _SMALL_NBYTES = 1 << 16  # a smaller sample takes more time for its own work tha
 _NEAR = 0.7  # of a ceiling
 _WIDTH = 30  # of the longest bar
 Array = np.ndarray[Any, Any]
-_Extent = tuple[str, int, int]  # path of a shard, and begin and end of the tensors of a sample
+# path of a shard, begin and end of the tensors of a sample, and the bytes of those that are not left out
+_Extent = tuple[str, int, int, int]
 
 
 @click.command()
@@ -80,10 +81,8 @@ def bench(
             output.note(f"not in the batches, {problem}: {list_names(uneven)}")
             whole = whole.select([glob.escape(name) for name in whole.schema if name not in uneven])
         used = whole[_choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4))]
-        extents = [_read_extent(used, index) for index in range(len(used))]
-        sizes = np.array(
-            [end - begin - _count_nbytes(used, index, uneven) for index, (_, begin, end) in enumerate(extents)]
-        )
+        extents = [_read_extent(used, index, uneven) for index in range(len(used))]
+        sizes = np.array([nbytes for *_, nbytes in extents])
         order = np.random.default_rng(0).permutation(len(used)).tolist()
         batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
         collate, mean = _find_collate(used), float(sizes.mean())
@@ -164,19 +163,14 @@ def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
     return np.array(spread(len(cache), min(count, _MAX_SAMPLES)), np.int64)
 
 
-def _read_extent(cache: tc.TensorCache, index: int) -> _Extent:
-    """Read the tensors of a sample into the page cache; return the path of their shard, and their range of bytes."""
+def _read_extent(cache: tc.TensorCache, index: int, left_out: list[str]) -> _Extent:
+    """Read the tensors of a sample into the page cache; return their place, and the bytes of those that are not left out."""
     shard, row = cache._store.locate(cache._at(index))
     layout, begin = shard.layout(row), shard.columns.tensors_begin.item(row)
     shard.file.read(begin, begin + layout.nbytes)
-    return shard.path, begin + layout.data_begin, begin + layout.nbytes
-
-
-def _count_nbytes(cache: tc.TensorCache, index: int, names: list[str]) -> int:
-    """Return the number of bytes of the tensors `names` of a sample."""
-    shard, row = cache._store.locate(cache._at(index))
-    stored = shard.layout(row).named if names else {}
-    return sum(stored[name].end - stored[name].begin for name in names if name in stored)
+    unused = [layout.named[name] for name in left_out if name in layout.named]
+    nbytes = layout.nbytes - layout.data_begin - sum(tensor.end - tensor.begin for tensor in unused)
+    return shard.path, begin + layout.data_begin, begin + layout.nbytes, nbytes
 
 
 def _find_collate(cache: tc.TensorCache) -> Any:
@@ -218,7 +212,7 @@ def _read_raw(
 
     def read(batch: list[int], buffer: memoryview) -> int:
         at = 0
-        for path, begin, end in map(extents.__getitem__, batch):
+        for path, begin, end, _ in map(extents.__getitem__, batch):
             files.get(path).read_into([buffer[at : at + end - begin]], begin)
             at += end - begin
         return at

@@ -91,7 +91,6 @@ def repair(source: str, out: str, strict: bool, threads: int | None, as_json: bo
 
 
 def _print(output: Output, report: Report) -> int:
-    """Print a report, and return the exit status."""
     # a line break in the name of a shard must not begin a line that looks like ours
     faults = [dataclasses.replace(fault, shard=plain(fault.shard), what=plain(fault.what)) for fault in report.faults]
     output.text(dataclasses.replace(report, faults=faults))

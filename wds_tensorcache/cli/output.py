@@ -65,11 +65,7 @@ class _Console(Console):
 
 
 class Output:
-    """The output of one command.
-
-    Args:
-        as_json: Print only results, as one JSON value, and no text.
-    """
+    """The output of one command. With `as_json`, it prints only results, as one JSON value, and no text."""
 
     def __init__(self, as_json: bool = False) -> None:
         self.as_json = as_json

@@ -111,7 +111,6 @@ def _check_output(path: str) -> None:
 
 
 def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
-    """Answer requests until Ctrl-C."""
     with server:
         if shown.as_json:
             print(json.dumps({"url": server.url}))  # one line, since the command continues
@@ -128,6 +127,5 @@ def _serve(server: PageServer, shown: Output, no_open: bool) -> int:
 
 
 def _has_display() -> bool:
-    """Return whether a browser can open a window on this machine."""
     # without a display, Python might start a browser that takes over the terminal
     return sys.platform != "linux" or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))

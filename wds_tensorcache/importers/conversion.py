@@ -109,12 +109,7 @@ class Conversion:
     ) -> list[Written]:
         """Write all shards, and return the counts of each shard.
 
-        Args:
-            shards: Sample indices of each shard, by the number of the shard.
-            num_workers: Maximum number of processes or threads.
-            may_fork: True if the workers may be forked processes.
-            progress: As for `tc.build`.
-            num_present: Number of samples that are in finished shards, for the progress.
+        `shards` contains sample indices by the number of the shard. `num_present` samples are in finished shards.
 
         Raises:
             TensorCacheError: A sample is bad, and `stops` is True.

@@ -48,11 +48,6 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
         return {key: as_tensor(array) for key, array in parsed.items()}
 
 
-def list_npz(folder: SourceFolder, name: str) -> list[str]:
-    """Return the names of the arrays in an `.npz` file, in file order, without reading the arrays."""
-    return [file.filename.removesuffix(".npy") for file in list_zip(folder, name)]
-
-
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
     """Return the files in a zip; raise FormatError if it is damaged, or two files have the same name."""
     with folder.open(name) as file:

@@ -92,12 +92,10 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
 def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif isinstance(value, dict):
-        for position, (key, item) in enumerate(value.items()):
+    elif isinstance(value, (dict, list, tuple)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for position, (key, item) in enumerate(items):
             yield from _named(item, join_path(name, component(key, position)))
-    elif isinstance(value, (list, tuple)):
-        for position, item in enumerate(value):
-            yield from _named(item, join_path(name, str(position)))
 
 
 def _is_zero(rows: torch.Tensor) -> bool:

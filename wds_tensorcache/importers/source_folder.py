@@ -71,7 +71,6 @@ class SourceFolder:
         ignored: Files that are never read: pipes, sockets, devices, and the `._` files of macOS.
 
     Raises:
-        NotADirectoryError: `path` is not a folder.
         FormatError: A file cannot be read. All methods that read raise it.
         OSError: The folder cannot be listed; or descriptors or memory ran out, which all methods that read raise, too.
     """
@@ -84,8 +83,6 @@ class SourceFolder:
     ignored: list[str] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        if not os.path.isdir(self.path):
-            raise NotADirectoryError(f"{self.path}: expected a folder with files to import")
         if self.files is not None:
             self.names.extend(sorted(self.files))
             return
@@ -142,7 +139,6 @@ class SourceFolder:
         return name in self._all
 
     def locate(self, name: str) -> str:
-        """Return the path of a listed file."""
         return f"{self.path}/{name}"
 
     @contextmanager

@@ -65,7 +65,7 @@ class CacheDiff:
 
 
 def diff_caches(
-    first: TensorCache, second: TensorCache, progress: Callable[[int, int], object] | None = None
+    first: TensorCache, second: TensorCache, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> CacheDiff:
     """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
 
@@ -89,8 +89,7 @@ def diff_caches(
             result.changes += changes
         else:
             result.num_equal += 1
-        if progress is not None:
-            progress(index + 1, len(first))
+        progress(index + 1, len(first))
     for index, key in enumerate(second.keys()):
         if _find_counterpart(second, first, key, index) is None:
             result.only_second.append(key)
@@ -105,8 +104,6 @@ def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: i
 
 
 class _Stored:
-    """One sample of a cache: its shard, and its row in the shard."""
-
     def __init__(self, cache: TensorCache, index: int) -> None:
         self.cache, self.index = cache, index
         self.shard, self.row = cache._store.locate(cache._at(index))
@@ -206,8 +203,7 @@ def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
 
 
 def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Convert a tensor to numpy's widest dtype."""
-    # on most machines, it has all integers of 64 bits
+    # on most machines, numpy's widest dtype has all integers of 64 bits
     if tensor.is_complex():
         return tensor.to(torch.complex128).numpy().astype(np.clongdouble)
     return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).numpy().astype(np.longdouble)

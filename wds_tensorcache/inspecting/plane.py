@@ -100,7 +100,8 @@ def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
     height, width = dims[-2:]
     if len(dims) == 2:
         is_small = min(dims) >= 4 and max(dims) <= 4 * min(dims)
-        is_picture = is_small and (_MASK.search(name) or _is_byte(dtype))
+        is_byte = dtype.itemsize == 1 and not str(dtype).startswith("torch.float")
+        is_picture = is_small and (is_byte or _MASK.search(name))
         return Planes("picture" if is_picture else "map", 1, height, width, "")
     is_last = len(dims) == 3 and dims[2] in (1, 3, 4) and dims[0] > 4 and "uint8" in str(dtype)
     channels, height, width = (dims[2], *dims[:2]) if is_last else (dims[0], height, width)
@@ -123,10 +124,6 @@ def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
 
 def _is_number(dtype: Any) -> bool:
     return "float4" not in str(dtype) if isinstance(dtype, torch.dtype) else np.dtype(dtype).kind in "biufc"
-
-
-def _is_byte(dtype: Any) -> bool:
-    return bool(dtype.itemsize == 1) and not str(dtype).startswith("torch.float")
 
 
 def shrink(planes: Array, height: int, width: int) -> Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.inspecting.plane import Colors, Planes, find_planes, fit_colors, shrink
-from wds_tensorcache.inspecting.repeats import RepeatCounter
 from wds_tensorcache.inspecting.samples_ahead import READ_ERRORS, read_samples
 from wds_tensorcache.inspecting.text import escape_hidden
 from wds_tensorcache.inspecting.values import (
@@ -33,6 +33,8 @@ Array = np.ndarray[Any, Any]
 Values = Mapping[str, ValueStatistics | None]
 _MAX_TENSORS, _MAX_PAGE_TENSORS = 1000, 300  # tensors, by name, whose numbers are examined
 _NUM_KEYS = 8
+_MAX_DIGESTS = 1 << 18  # distinct tensors to remember
+_NUM_REPEATS = 20
 _MAX_FITTED = 48  # samples from which the colors of a tensor are computed
 _FITTED_SIDE = 64
 _MIN_SAMPLES = 8  # samples of a tensor from which a usual range is computed
@@ -60,7 +62,6 @@ class TensorStatistics:
     not_finite: list[str] = field(default_factory=list)
 
     def add(self, values: ValueStatistics | None, key: str) -> None:
-        """Add the tensor of one sample."""
         self.num_examined += 1
         if values is None:
             return
@@ -70,7 +71,6 @@ class TensorStatistics:
             self.not_finite += [key] * (len(self.not_finite) < _NUM_KEYS)
 
     def record(self) -> dict[str, Any]:
-        """Return all properties for JSON."""
         return tensor_record(self.description) | {
             "num_examined": self.num_examined,
             "values": self.values,
@@ -80,7 +80,6 @@ class TensorStatistics:
 
 
 def tensor_record(tensor: TensorDescription) -> dict[str, Any]:
-    """Return the description of a tensor for JSON."""
     return {
         "name": tensor.name,
         "kind": tensor.kind,
@@ -96,6 +95,57 @@ def tensor_record(tensor: TensorDescription) -> dict[str, Any]:
 def dtype_names(tensor: TensorDescription) -> list[str]:
     """Return the names of the dtypes of a tensor, such as `"bfloat16"`."""
     return [dtype_name(dtype) for dtype in (tensor.dtype if isinstance(tensor.dtype, tuple) else (tensor.dtype,))]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A tensor that is stored `count` times, with its name and sample at the first occurrence."""
+
+    name: str
+    key: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """Tensors that are stored several times, with equal dtypes, shapes and bytes.
+
+    Attributes:
+        num_tensors: Number of copies, without the first copy of each tensor.
+        nbytes: Number of bytes of these copies.
+        is_partial: True if there were too many distinct tensors to remember. More tensors may then be repeated.
+        most: Up to 20 tensors whose copies take the most bytes.
+    """
+
+    num_tensors: int
+    nbytes: int
+    is_partial: bool
+    most: tuple[Repeat, ...]
+
+
+class RepeatCounter:
+    """A count of equal tensors by digest. Memory: the first 262,144 distinct tensors, about 100 MB."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[str, str, int, int]] = {}
+        self._is_partial = False
+
+    def add(self, digest: int, name: str, key: str, nbytes: int) -> None:
+        """Count a tensor, unless it is empty, by the digest of its dtype, shape and bytes."""
+        name, key, nbytes, count = self._kept.get(digest, (name, key, nbytes, 0))
+        if nbytes and (count or len(self._kept) < _MAX_DIGESTS):
+            self._kept[digest] = name, key, nbytes, count + 1
+        elif nbytes:
+            self._is_partial = True
+
+    def result(self) -> Repeats:
+        """Return the repeated tensors. The tensors whose copies take the most bytes come first."""
+        repeats = [Repeat(*record) for record in self._kept.values() if record[-1] > 1]
+        repeats.sort(key=lambda repeat: -repeat.nbytes * (repeat.count - 1))
+        num_copies = sum(repeat.count - 1 for repeat in repeats)
+        nbytes = sum(repeat.nbytes * (repeat.count - 1) for repeat in repeats)
+        return Repeats(num_copies, nbytes, self._is_partial, tuple(repeats[:_NUM_REPEATS]))
 
 
 class Mark(NamedTuple):
@@ -191,7 +241,6 @@ class Survey:
         return values
 
     def measure(self, lazies: Mapping[str, Lazy]) -> Values:
-        """Return statistics of the examined tensors of a sample."""
         return {name: measure(lazy) for name, lazy in lazies.items() if name in self.positions}
 
     def _keep_planes(self, lazies: Mapping[str, Lazy], kept: dict[tuple[str, int, bool], list[Array]]) -> None:
@@ -265,9 +314,7 @@ def _describe_intact(cache: Cache[Any], indices: Sequence[int]) -> Description:
     except FormatError:
         intact = []
         for index in indices:
-            try:
+            with suppress(*READ_ERRORS):
                 cache[index]
                 intact.append(index)
-            except READ_ERRORS:
-                continue
         return cache[intact].describe()

@@ -49,11 +49,7 @@ def describe_samples(samples: Sequence[Any], tensors: Mapping[str, Any] | None =
 
     The tree has at most 2,000 places, 100 items of each container, and 40 levels. A container that occurs again has no
     children. Containers are dicts that are not empty, and lists, tuples and deques that contain a tensor. All other objects are
-    values.
-
-    Args:
-        samples: Samples with lazy tensors.
-        tensors: Schemas of tensors by name, with the shapes and dtypes in all samples of the cache.
+    values. `tensors` contains schemas by name, with the shapes and dtypes in all samples of the cache.
     """
     return _Builder(tensors or {}).visit("", samples, 0)
 

@@ -116,8 +116,6 @@ class ValueSample:
 
     def add(self, values: Array) -> None:
         """Add an array `[n]` of bools, integers or floats."""
-        if not len(values):
-            return
         self._num_added += len(values)
         self._is_whole &= values.dtype.kind != "f"
         while self._share * self._num_added > _MAX_KEPT:
@@ -126,9 +124,7 @@ class ValueSample:
         if self._share < 1:
             count = self._random.binomial(len(values), self._share)
             values = values[self._random.integers(0, len(values), count)]
-        finite = values[np.isfinite(values)]
-        if len(finite):
-            self._kept = np.append(self._kept, finite)
+        self._kept = np.append(self._kept, values[np.isfinite(values)])
 
     def make_histogram(self) -> Histogram | None:
         """Return the histogram of the finite values; None without finite values."""
@@ -216,7 +212,6 @@ def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -
 
 
 def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
-    """Return statistics of one tensor like `measure`, but with a histogram."""
     sample = ValueSample()
     statistics = measure(lazy, sample)
     if statistics is not None:

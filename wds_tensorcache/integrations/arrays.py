@@ -81,11 +81,7 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
-    """Return the bytes of a file as the zip stores them, possibly compressed by deflate.
-
-    Args:
-        view: Function that returns the bytes `[begin, end)` of the zip.
-        file: Entry of the file in the zip.
+    """Return the bytes of a file as the zip stores them, possibly compressed by deflate; `view` returns a range of the zip.
 
     Raises:
         FormatError: The file is damaged, encrypted, or compressed by another method.
@@ -111,12 +107,7 @@ def parse_npz(
 ) -> dict[str, Array]:
     """Return the arrays of an `.npz` file by name; see `parse_npy`.
 
-    Args:
-        content: Content of the `.npz` file.
-        files: Files in the zip, as `list_zip` returns them.
-        limit: Maximum number of bytes of all arrays together.
-        remedy: Advice at the end of a message about the limit, for users who trust the file.
-        trust: True if pickles in arrays may run.
+    All arrays together may have `limit` bytes. The message about the limit ends with `remedy`, for users who trust the file.
 
     Raises:
         FormatError: A file is damaged or not an array, or the arrays exceed `limit`. numpy and zlib raise their own errors.

@@ -22,7 +22,6 @@ import torch
 from wds_tensorcache.codec.reference import RESERVED
 from wds_tensorcache.codec.tree import SEQUENCES, realize
 from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError
-from wds_tensorcache.integrations.safetensors_metadata import METADATA, parse_metadata
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.description import value_text
@@ -34,6 +33,7 @@ from wds_tensorcache.storage.system import boot_id
 from wds_tensorcache.writing.new_folder import check_new, new_folder
 
 KINDS = ("pt", "npz", "safetensors", "webdataset")
+METADATA = "metadata.json"  # suffix of the member with the metadata of a `.safetensors` file
 _TAR = "samples.tar"
 _MAX_PART_NBYTES, _MAX_PATH_NBYTES = 200, 1000  # file systems allow 255 for a part, with suffix and temporary name
 _REFUSED = frozenset('\\:*?"<>|')  # by other systems
@@ -154,8 +154,6 @@ def _identify(cache: Cache, kind: str) -> str | None:
 
 
 class _Export:
-    """One export, with the names of all its files and its report."""
-
     def __init__(self, cache: Cache, kind: str) -> None:
         self.report = ExportReport()
         self._cache, self._kind = cache, kind
@@ -323,6 +321,22 @@ def _as_tensor(leaf: Any) -> torch.Tensor:
     # a copy: a tensor may occur twice, and safetensors refuses tensors that share memory
     tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def dump_metadata(metadata: dict[str, str]) -> bytes:
+    """Return the content of the member for the metadata of a file."""
+    return json.dumps(metadata, sort_keys=True, ensure_ascii=False).encode()
+
+
+def parse_metadata(member: bytes) -> dict[str, str] | None:
+    """Return the metadata in a member that `dump_metadata` wrote; None for empty metadata, and for other content."""
+    try:
+        metadata = json.loads(member)
+        is_ours = dump_metadata(metadata) == member
+    except (ValueError, TypeError, RecursionError):  # also for a surrogate, which a `.safetensors` file cannot hold
+        return None
+    has_texts = isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())
+    return metadata if is_ours and has_texts and metadata else None
 
 
 def _write_npz(arrays: dict[str, Any]) -> bytes:

@@ -30,12 +30,9 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         ValueError: A state belongs to a loader with other samples or settings, or to another number of loaders.
     """
 
-    def __init__(self) -> None:
-        self._states: list[Any] = []
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget the loaders' states from an earlier call of the trainer."""
-        self._states = []
+        self._states: list[Any] = []
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the loaders' states from a checkpoint, and correct Lightning's counters of epochs."""

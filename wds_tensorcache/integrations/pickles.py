@@ -164,11 +164,6 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     """An unpickler that accepts only listed opcodes and names.
 
     It is written in Python, because C's unpickler hashes keys before their parts can be counted.
-
-    Args:
-        file: The pickle.
-        limit, remedy, allow: As for `decode_pickle`.
-        load_storage: Function that returns the memory of a storage by its key.
     """
 
     def __init__(

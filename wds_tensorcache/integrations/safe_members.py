@@ -29,13 +29,7 @@ _LIMIT_REMEDY = "; if you trust the shard, use tc.decode(max_expanded_nbytes=…
 class MemberDecoder(Decoder):
     """A version of webdataset's `Decoder` that raises FormatError for bad bytes.
 
-    Errors of the caller's own functions are not changed.
-
-    Args:
-        handlers: Functions of the caller, in call order.
-        allow: Classes that pickles may build.
-        max_expanded_nbytes: As for `decode`.
-        options: Options of webdataset's `Decoder`.
+    Errors of the caller's own functions, the `handlers`, are not changed.
     """
 
     def __init__(self, handlers: list[Any], allow: Allowed, max_expanded_nbytes: int, **options: Any) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,12 +108,15 @@ def build_ray(
         )
         sink = CacheDatasink(job, min_samples)
         shared = {name: value for name, value in (ray_remote_args or {}).items() if name == "runtime_env"}
+        context = computed.context
+        before, context.raise_original_map_exception = context.raise_original_map_exception, True
         try:
-            with _raise_original_errors(computed):
-                computed.write_datasink(sink, ray_remote_args=shared)
+            computed.write_datasink(sink, ray_remote_args=shared)
         except BaseException as exc:
             add_note(exc, f"samples in finished shards stay in {shown(path)!r}; call build_ray again to resume")
             raise
+        finally:
+            context.raise_original_map_exception = before
         commit(job, sink.names)
     return open_output(path, described, allow)
 
@@ -153,15 +155,3 @@ class _Compute:
             samples = Batch(self._model(ray_to_torch(table)), len(keys), lambda i: f"key {keys[i]!r}").rows()
         columns = exact_columns(keys, samples, [Mark()] * len(keys), self._allow)
         return pa.table({self._key: pa.array(keys, pa.string()), **columns})
-
-
-@contextlib.contextmanager
-def _raise_original_errors(dataset: Any) -> Iterator[None]:
-    """Make Ray raise the original errors of functions in the `with` block."""
-    context = dataset.context
-    before = context.raise_original_map_exception
-    context.raise_original_map_exception = True
-    try:
-        yield
-    finally:
-        context.raise_original_map_exception = before

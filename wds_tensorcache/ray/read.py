@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,9 +31,6 @@ from wds_tensorcache.reading.collate import TENSOR_WAYS
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import by_shard, spread
 from wds_tensorcache.reading.schema import TensorSchema
-
-if TYPE_CHECKING:
-    from wds_tensorcache.codec.header import Layout
 
 Array = np.ndarray[Any, Any]
 _NUM_EXAMINED = 64  # samples whose small values determine the types of columns
@@ -98,19 +95,18 @@ def read_ray(
     if select is not None:
         cache = cache.select(select)
     alternatives = Alternatives.for_caches(choose, [cache])
+    randomness = Randomness(seed, epoch, alternatives)
     plan = Plan(
         alternatives.schema_of(cache.schema),
         len(cache),
-        {},
+        _find_value_kinds(cache, randomness) if values and not exact and len(cache) else {},
         exact,
         values,
         tuple(cache.members),
         bool(cache.fingerprint),
-        Randomness(seed, epoch, alternatives),
+        randomness,
         tuple(options.get("allow", ())),
     )
-    if values and not exact and len(cache):
-        plan = plan.with_value_kinds(cache, np.array(list(spread(len(cache), _NUM_EXAMINED)), np.int64))
     return ray.data.read_datasource(
         TensorCacheDatasource(cache, _nbytes(cache, alternatives), plan),
         override_num_blocks=override_num_blocks,
@@ -134,22 +130,26 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
     return open(source, **options)
 
 
+def _find_value_kinds(cache: TensorCache[Any], randomness: Randomness) -> dict[str, str]:
+    numbers = np.array(list(spread(len(cache), _NUM_EXAMINED)), np.int64)
+    rows = [describe_sample(sample)[1] for sample in _read_samples(cache._request_chosen(numbers, randomness))]
+    return {name: value_kind(row.get(name) for row in rows) for name in dict.fromkeys(chain.from_iterable(rows))}
+
+
 def _nbytes(cache: TensorCache[Any], alternatives: Alternatives) -> Array:
     """Return the number of bytes that a task reads for each sample, int64 `[N]`. Alternatives count as their average."""
-    nbytes = np.zeros(len(cache), np.int64)
+    nbytes, wanted = np.zeros(len(cache), np.int64), cache._wanted or (lambda name: True)
     for shard, which, rows in by_shard(cache._store, cache._where):
         layouts, numbers = shard.layouts_of(rows)
-        sizes = [_layout_nbytes(layout, cache._wanted or (lambda name: True), alternatives) for layout in layouts]
-        nbytes[which] = np.array(sizes, np.int64)[numbers]
+        sizes = [
+            {name: tensor.end - tensor.begin for name, tensor in layout.tensors.items() if wanted(name)}
+            for layout in layouts
+        ]
+        nbytes[which] = np.array(list(map(alternatives.chosen_nbytes, sizes)), np.int64)[numbers]
         for suffix, members in shard.index.members.items():
             at = shard.find_members(rows, suffix)
             nbytes[which] += np.where(at >= 0, members.nbytes[at], 0).astype(np.int64)
     return nbytes
-
-
-def _layout_nbytes(layout: Layout, wanted: Any, alternatives: Alternatives) -> int:
-    sizes = {name: tensor.end - tensor.begin for name, tensor in layout.tensors.items() if wanted(name)}
-    return alternatives.chosen_nbytes(sizes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,23 +186,9 @@ class Plan:
             return "optional" if tensor.shape else "object"
         return "ragged" if any(isinstance(size, tuple) for size in tensor.shape) else "fixed"
 
-    def with_value_kinds(self, cache: Cache[Any], numbers: Array) -> Plan:
-        """Return the plan with the kinds of the small values in the samples at `numbers`."""
-        samples = _read_samples(cache._request_chosen(numbers, self.randomness))
-        rows = [describe_sample(sample)[1] for sample in samples]
-        names = dict.fromkeys(chain.from_iterable(rows))
-        return dataclasses.replace(
-            self, value_kinds={name: value_kind(row.get(name) for row in rows) for name in names}
-        )
-
 
 class TensorCacheDatasource(Datasource):  # type: ignore[misc]
     """The samples of a cache as rows.
-
-    Args:
-        cache: Cache, with only the selected tensors.
-        nbytes: Bytes of each sample's selected tensors and of its members, int64 `[N]`.
-        plan: Columns of the dataset.
 
     Threads/fork/pickle: used on the driver. Read tasks get the cache through Ray's object store, and open its files themselves.
     """
@@ -262,7 +248,6 @@ def _cache_of(reference: Any) -> Cache[Any]:
 
 
 def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence[str] | None) -> Any:
-    """Return a table of the samples at `numbers`, with all columns, or only with `columns`."""
     request = cache._request_chosen(numbers, plan.randomness)
     keys = [request.key(i) for i in range(len(numbers))]
     suffixes = {MEMBER + suffix: suffix for suffix in plan.members if columns is None or MEMBER + suffix in columns}

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.urls import is_url, join_url, shown
+from wds_tensorcache.storage.urls import is_url, shown
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -122,12 +122,8 @@ def resolve_folder(out: str | os.PathLike[str]) -> str:
     """Return the path or url of a folder; raise ValueError if it cannot contain shards."""
     path = os.fsdecode(out)
     path = (path.rstrip("/") or path) if is_url(path) else os.path.abspath(path)
-    ShardPattern(_in_folder(path, "%06d.tar"))
+    ShardPattern(f"{path}/%06d.tar")
     return path
-
-
-def _in_folder(path: str, name: str) -> str:
-    return join_url(path, name) if is_url(path) else os.path.join(path, name)
 
 
 def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
@@ -164,7 +160,7 @@ def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
     _check_running(job)
     # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.
     name = f"part-{job.number:03d}-{task:06d}-{job.id}{secrets.token_hex(3)}-%06d.tar"
-    sink = ShardWriter(_in_folder(job.folder, name), manifest=False, **job.options)
+    sink = ShardWriter(folder_of(job.folder).locate(name), manifest=False, **job.options)
     try:
         with sink:
             for block in blocks:

@@ -20,10 +20,6 @@ Array = np.ndarray[Any, Any]
 def rows_of(samples: Samples, indices: Sequence[int]) -> Rows:
     """Load the samples of a batch that are not in shared memory, and return the locations of all samples.
 
-    Args:
-        samples: Samples of the dataset.
-        indices: Indices in the dataset, one for each sample of the batch.
-
     Raises:
         EncodeError: A sample cannot be encoded, so it cannot be part of a batch.
     """

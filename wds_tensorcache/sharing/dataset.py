@@ -158,11 +158,15 @@ class SharedDataset(Cache[Any]):
         view._narrow(indices, selections)
         return view
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> dict[str, Any]:
         # The fingerprint stays the same, although the dataset may have changed since, for example by opening a file.
-        args = (self._samples.dataset, self.name, self._fingerprint, self._options, self._indices, self._selections)
-        own = {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}  # of a subclass
-        return _reopen, (type(self), *args), own or None
+        return {name: value for name, value in vars(self).items() if name not in _OPENED} | {"_dataset": self.dataset}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        dataset = state.pop("_dataset")
+        self.__dict__.update(state)
+        self._open(dataset, self.name, self._fingerprint)
+        self._narrow(self._indices, self._selections)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -344,30 +348,9 @@ class _Indices(KeysView):
 
 
 def _shapes_in(tensors: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors of a sample for a schema."""
     for name, lazy in tensors.items():
         yield name, lazy._reference, np.array([lazy.shape], np.int64).reshape(1, -1), np.ones(1, np.int64)
 
 
-_ATTRIBUTES = frozenset(
-    {
-        *("name", "_fingerprint", "_options", "_is_lazy", "_samples", "_net", "_store"),
-        *("_indices", "_selections", "_wanted", "_optional", "_structures", "_read_batch"),
-    }
-)
-
-
-def _reopen(
-    cls: Any,
-    dataset: Any,
-    name: str,
-    fingerprint: dict[str, object],
-    options: dict[str, Any],
-    indices: Array,
-    selections: Selections,
-) -> SharedDataset:
-    shared: SharedDataset = object.__new__(cls)
-    shared._options = options
-    shared._open(dataset, name, fingerprint)
-    shared._narrow(indices, selections)
-    return shared
+# the attributes that `_open` and `_narrow` make in each process
+_OPENED = frozenset({"_samples", "_net", "_store", "_wanted", "_optional", "_structures", "_read_batch"})

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch.utils.data
 import xxhash
+from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
 from wds_tensorcache.sharing.reaper import (
@@ -35,19 +35,10 @@ _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8
 # A process that is opening a folder may hold the lock for longer. Then the reaper, or that process, removes the folder.
 _LEAVE_S = 0.1
-# the last class is missing in older releases of torch
-_WRAPPERS = tuple(
-    getattr(torch.utils.data, name)
-    for name in ("Subset", "ConcatDataset", "StackDataset")
-    if hasattr(torch.utils.data, name)
-)
 
 
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
     """Return the path of this user's folder in `directory`, which contains a folder for each name; create it if needed.
-
-    Args:
-        directory: Path of a folder; None for shared memory, `/dev/shm`.
 
     Raises:
         NotImplementedError: The system is not Linux. Only there do locks on byte ranges belong to open files.
@@ -145,7 +136,6 @@ os.register_at_fork(after_in_child=_hold_in_child)
 
 
 def _hold(path: str) -> RangeLocks:
-    """Take the locks that hold a folder."""
     holders = RangeLocks(os.path.join(path, HOLDERS))
     check_owner(holders.path, os.fstat(holders.fd), stat.S_ISREG)
     for byte in (os.getpid(), IN_USE):
@@ -185,12 +175,7 @@ def open_folder(
 ) -> SharedFolder:
     """Open the folder for a name, or create it, and hold it. Remove abandoned folders of all names.
 
-    Args:
-        base: Result of `base_folder`.
-        name: Name of the shared memory.
-        fingerprint: Description of the dataset, which the folder stores.
-        persistent: Mark the folder, so that it is kept without holders.
-        create: Function that writes the files of a new folder, by its path.
+    `base` is a result of `base_folder`. `create` writes the files of a new folder.
 
     Raises:
         InvalidKeyError: The name is not allowed.
@@ -207,10 +192,8 @@ def open_folder(
                 remove_if_abandoned(other)
         # This process may be killed at any moment. So the reaper is there before the folder.
         with contextlib.nullcontext() if persistent else start_reaper(path):
-            if os.path.lexists(path):
-                folder = _open(path)
-            else:
-                folder = _create(path, {"name": name, "fingerprint": fingerprint, "boot": boot_id()}, create)
+            head = {"name": name, "fingerprint": fingerprint, "boot": boot_id()}
+            folder = _open(path) if os.path.lexists(path) else _create(path, head, create)
     stored = folder.head.get("fingerprint")
     if stored != fingerprint:
         folder.leave()
@@ -253,7 +236,6 @@ def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> S
 
 
 def find_folders(base: str) -> list[str]:
-    """Return the paths of all folders in `base`."""
     with os.scandir(base) as entries:
         return [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
 
@@ -283,7 +265,7 @@ def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
     attributes = getattr(dataset, "__dict__", {})
     if isinstance(digest := attributes.get("_fingerprint"), str):
         description["digest"] = digest
-    if isinstance(dataset, _WRAPPERS):
+    if isinstance(dataset, (ConcatDataset, StackDataset, Subset)):
         if (indices := _digest(attributes.get("indices"))) is not None:
             description["indices"] = indices
         inner = attributes.get("datasets", [attributes.get("dataset")])

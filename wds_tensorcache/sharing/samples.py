@@ -101,14 +101,7 @@ class _Unencodable:
 
 
 class Samples:
-    """The samples of a dataset, in shared memory or loaded into it on demand.
-
-    Args:
-        dataset: Map-style dataset. Each `index` is in `[0, len(dataset))`.
-        folder: The folder in shared memory, which this object holds until `close`.
-        max_nbytes, pool: As in `Segments`.
-        verify: Compare digests at every access.
-        allow: Additional classes that samples may contain, as `allow_table` returns them.
+    """The samples of a dataset, in shared memory or loaded into it on demand. This object holds the folder until `close`.
 
     Threads/fork: safe everywhere. Threads of one process may lose counts of `hits` and `misses`.
     """
@@ -174,7 +167,6 @@ class Samples:
         return self._table.find_present()
 
     def stats(self) -> SharedStats:
-        """Return counts of this process, and of the memory that all processes share."""
         self._enter()
         return SharedStats(
             self._hits,

@@ -81,13 +81,7 @@ class SegmentSource(MemorySource):
 
 
 class Segments:
-    """The segments of a folder.
-
-    Args:
-        folder: Path of the folder.
-        table: Table of the folder.
-        max_nbytes: Maximum number of bytes in all segments; None for no limit.
-        pool: Memory for copies of large tensors.
+    """The segments of a folder, which have at most `max_nbytes` bytes together.
 
     Threads/fork: safe everywhere, if each `append` has its own locks.
     """

@@ -65,6 +65,5 @@ def schema_command(path: str, cache_name: str | None, as_json: bool) -> None:
 
 
 def show_summary(output: Output, described: Description) -> None:
-    """Print the numbers of samples, shards and bytes."""
     counts = f"{format_count(described.num_samples, 'sample')} in {format_count(described.num_shards, 'shard')}"
     output.line(f"{counts}, {described.nbytes:,} bytes of tensors", "bold")

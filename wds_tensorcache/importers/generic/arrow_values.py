@@ -56,12 +56,9 @@ def lists_of(array: Any) -> Lists:
 
 
 def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> Any:
-    """Return the only element of an Arrow array. Media, which are structs of bytes and a path, become `Media`.
+    """Return the only element of a checked Arrow array. Media, which are structs of bytes and a path, become `Media`.
 
-    Args:
-        array: Array with one element, whose content has been checked.
-        feature: Description of the column in `dataset_info.json`; None if there is no description.
-        lists: Form of the lists of numbers in the column.
+    `feature` is the description of the column in `dataset_info.json`, if there is one.
 
     Raises:
         FormatError: The struct contains only the path of media, and not the bytes; or Python has no such time.

@@ -35,7 +35,7 @@ from wds_tensorcache.importers.safe_files import (
 )
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
-from wds_tensorcache.integrations.safetensors_metadata import METADATA, dump_metadata
+from wds_tensorcache.integrations.exporting import METADATA, dump_metadata
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, split_member
 
 _LOADERS: dict[str, Any] = {

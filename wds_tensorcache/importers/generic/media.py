@@ -53,12 +53,8 @@ def open_indexes(
 ) -> tuple[list[SourceSample], dict[str, str]]:
     """Return the samples of all indexes, and the faults of bad indexes by index.
 
-    The name of a sample is the folder of its index, followed by the sample's position in the index.
-
-    Args:
-        indexes: Relative paths of the indexes.
-        open_index: Function that returns the samples of an index. Its arguments are the path of the index, and the path of the
-            index's folder, which is empty or ends with a slash.
+    The name of a sample is the folder of its index, followed by the sample's position in the index. The arguments of
+    `open_index` are the path of an index, and the path of the index's folder, which is empty or ends with a slash.
     """
     samples: list[SourceSample] = []
     bad: dict[str, str] = {}
@@ -66,16 +62,13 @@ def open_indexes(
         start = index[: index.rfind("/") + 1]
         try:
             rows = list(open_index(index, start))
-        except FormatError as exc:
-            bad[index] = str(exc)
         except Exception as exc:  # hostile files may have any values
             if not is_fault(exc):
                 raise
-            bad[index] = f"cannot be opened: {exc!r:.300}"
-        else:
-            for at, (file, read) in enumerate(rows):
-                load = partial(_load, file, read)
-                samples.append(SourceSample(f"{start}{at:08d}", (file, index), load))
+            bad[index] = str(exc) if isinstance(exc, FormatError) else f"cannot be opened: {exc!r:.300}"
+            continue
+        for at, (file, read) in enumerate(rows):
+            samples.append(SourceSample(f"{start}{at:08d}", (file, index), partial(_load, file, read)))
     return samples, bad
 
 
@@ -86,14 +79,9 @@ def _load(file: str, read: Callable[[], Any]) -> Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Encoded media in a sample.
+    """Encoded media in a sample, which become a member."""
 
-    Attributes:
-        extension: Extension of the member, for example `jpg`.
-        content: Content of the member.
-    """
-
-    extension: str
+    extension: str  # of the member, for example `jpg`
     content: bytes
 
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -44,11 +43,11 @@ def _open(folder: SourceFolder) -> Source:
     bad = Faults()
     metadata_files: list[str] = []
     lock = threading.Lock()
-    cached = lru_cache(2)(partial(_read_shard, folder))
+    read_shard = lru_cache(2)(partial(_read_shard, folder))
 
-    def read_shard(name: str) -> list[dict[str, Any]]:
+    def load(name: str, number: int) -> Loaded:
         with lock:  # several threads of an import need the same shard at once
-            return cached(name)
+            return Loaded(read_shard(name)[number])
 
     for name in folder.by_suffix.get(".pkl", ()):
         with bad.of(name):
@@ -60,8 +59,7 @@ def _open(folder: SourceFolder) -> Source:
                 )
                 raise FormatError(f"{problem}; save the set with the node Save Training Dataset of a released ComfyUI")
             for number in range(len(read_shard(name))):
-                load = partial(_load, read_shard, name, number)
-                samples.append(SourceSample(f"{name[:-4]}/{number:06d}", (name,), load))
+                samples.append(SourceSample(f"{name[:-4]}/{number:06d}", (name,), partial(load, name, number)))
     for name in folder.by_suffix.get(".json", ()):
         root = name[: -len(_METADATA)]
         count = sum(sample.name.startswith(f"{root}shard_") for sample in samples)
@@ -84,10 +82,6 @@ def _read_shard(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
     if len(latents) != len(conditioning):
         raise FormatError(f"has {len(latents):,} latents, but {len(conditioning):,} conditionings").at(name)
     return [{"latents": left, "conditioning": right} for left, right in zip(latents, conditioning, strict=True)]
-
-
-def _load(read_shard: Callable[[str], list[dict[str, Any]]], name: str, number: int) -> Loaded:
-    return Loaded(read_shard(name)[number])
 
 
 FORMAT = Format("comfyui", "ComfyUI: shard_*.pkl of the node Save Training Dataset", _SHARD, _open)

@@ -27,6 +27,7 @@ import json
 import os.path
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from zipfile import ZIP_STORED, ZipInfo
 
@@ -48,10 +49,8 @@ _Read = Callable[[str], memoryview]
 def _recognize(folder: SourceFolder) -> int:
     count = sum(_MOMENTS.fullmatch(name) is not None for name in folder.by_suffix.get(".npy", ()))
     for name in folder.by_suffix.get(".zip", ()):
-        try:
+        with suppress(FormatError):  # such a zip is reported if other files are recognized
             count += any(_MOMENTS.fullmatch(file.filename) for file in list_zip(folder, name))
-        except FormatError:
-            continue  # such a zip is reported if other files are recognized
     return count
 
 

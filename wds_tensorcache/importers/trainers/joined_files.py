@@ -71,15 +71,12 @@ def join_files(
     has files for several models, the name begins with the model and a slash.
 
     Args:
-        folder: Folder with all files.
         latents: Files of latents, and of sounds, which join the latents with the same label.
         texts: Files of texts. They become part of the samples of latents with the same stem and model.
-        load: Function that reads a sample.
         provenance, bad: As for `Source`.
         text_stem: Function that returns the stem of texts for a stem of latents. It is called if no text has the same stem as
             the latents.
         captions: Suffixes of an image's caption files.
-        others: Further samples.
     """
     images: dict[tuple[str, str], list[ImageFile]] = {}
     texts_of: dict[tuple[str, str], list[ImageFile]] = {}

@@ -40,7 +40,7 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import list_npz, load_npz
+from wds_tensorcache.importers.safe_files import list_zip, load_npz
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.importers.trainers.joined_files import ImageFile, Joined, join_files
@@ -79,7 +79,7 @@ def _is_old(arrays: list[str] | None) -> bool:
 def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
     """Return the names of the arrays in a file; None if the file cannot be read or is damaged."""
     try:
-        return list_npz(folder, name)
+        return [file.filename.removesuffix(".npy") for file in list_zip(folder, name)]
     except FormatError:
         return None
 

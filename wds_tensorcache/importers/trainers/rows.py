@@ -23,7 +23,6 @@ def list_rows(
     Only the header is read. The entries of a sample are sorted by name, and followed by the renamed entries.
 
     Args:
-        folder, name: Folder, and name of the file in it.
         needed: Names of tensors that the file must have; the last of these must have bytes for each row.
         renamed: Names of entries by the name of the tensor, if they differ.
 

@@ -66,11 +66,6 @@ class _Backend:
     config: dict[str, Any] = field(default_factory=dict)
     images: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata by path
 
-    @property
-    def strategy(self) -> Any:
-        """The source of captions, for example "filename" or "textfile"; None if the JSON does not name it."""
-        return self.config.get("caption_strategy")
-
 
 @dataclass(frozen=True, slots=True)
 class _Image:
@@ -85,7 +80,6 @@ class _Image:
 
     @property
     def stem(self) -> str:
-        """The file name without its suffix."""
         return os.path.splitext(self.parts[-1])[0]
 
 
@@ -114,7 +108,8 @@ def _open(folder: SourceFolder) -> Source:
         path, _, file = name.rpartition("/")
         images = images_of.get(file[: -len(".pt")], [])
         best = _best_image(name, images)
-        caption_file = _find_captions(folder, best) if best and best.backend.strategy in (None, "textfile") else None
+        strategy = best.backend.config.get("caption_strategy") if best else None
+        caption_file = _find_captions(folder, best) if best and strategy in (None, "textfile") else None
         hashes: dict[str, str | None] = {}
         if best and len(models) == 1:
             hashes = _text_hashes(folder, best, caption_file)
@@ -201,7 +196,7 @@ def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
 
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
     """Return the possible captions of an image by hash; None if only the path is hashed, and the caption is unknown."""
-    strategy = image.backend.strategy
+    strategy = image.backend.config.get("caption_strategy")
     uses_name = strategy == "filename" or (strategy is None and caption_file is None)
     captions = [image.stem, image.stem.replace("_", " ")] if uses_name else []
     # newer versions hash the path alone only for an empty caption, which is "" in a .txt file

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -96,7 +97,6 @@ def _new_card(survey: Survey, index: int) -> dict[str, Any]:
 
 
 def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, max_nbytes: int) -> None:
-    """Add the name, the text and the other small values of a sample to its card."""
     key = survey.cache.keys()[index]
     original = survey.cache._name_at(index, key)
     card["name"] = "" if original in (None, key) else escape_hidden(str(original), 300)
@@ -123,19 +123,15 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
 def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each small value, and the suffix and text of members such as `.txt` and `.json`."""
     yield from small_values(sample)
-    for suffix in _TEXT_MEMBERS:
+    for suffix, content in _read_members(survey, index, _TEXT_MEMBERS):
+        yield f".{suffix}", content[: 1 << 20].decode("utf-8", "replace")
+
+
+def _read_members(survey: Survey, index: int, suffixes: Sequence[str]) -> Iterator[tuple[str, bytes]]:
+    for suffix in suffixes:
         if suffix in survey.description.members:
-            content = _read_member(survey, index, suffix)
-            if content is not None:
-                yield f".{suffix}", content[: 1 << 20].decode("utf-8", "replace")
-
-
-def _read_member(survey: Survey, index: int, suffix: str) -> bytes | None:
-    try:
-        (content,) = survey.cache.read_members([index], suffix)
-    except KeyError:
-        return None
-    return content
+            with suppress(KeyError):  # this sample lacks the member
+                yield suffix, survey.cache.read_members([index], suffix)[0]
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
@@ -150,7 +146,6 @@ def _text_rank(name: str, value: Any) -> tuple[int, ...]:
 
 
 def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
-    """Return the counts of NaN and infinity, minimum, maximum, mean and standard deviation for JSON."""
     if values is None:
         return None
     numbers = {name: getattr(values, name) for name in ("num_nan", "num_inf", "min", "max", "mean", "std")}
@@ -159,18 +154,16 @@ def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
 
 def _open_pictures(survey: Survey, index: int, limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
     """Yield the pictures in other members of a sample, with an `error` if they are damaged, too large, or need Pillow."""
-    for suffix in _PICTURE_MEMBERS:
-        content = _read_member(survey, index, suffix) if suffix in survey.description.members else None
-        if content is not None:
-            try:
-                jpeg, width, height = shrink_picture(content, limits.picture_side, next(sizes))
-            except (ImportError, tc.FormatError) as exc:
-                error = "needs Pillow" if isinstance(exc, ImportError) else "cannot be decoded"
-                yield {"member": f".{suffix}", "error": error}
-                continue
-            encoded = base64.b64encode(jpeg).decode("ascii")
-            place = {"member": f".{suffix}", "kind": "photo", "note": ""}
-            yield {**place, "jpeg": encoded, "width": width, "height": height}
+    for suffix, content in _read_members(survey, index, _PICTURE_MEMBERS):
+        try:
+            jpeg, width, height = shrink_picture(content, limits.picture_side, next(sizes))
+        except (ImportError, tc.FormatError) as exc:
+            error = "needs Pillow" if isinstance(exc, ImportError) else "cannot be decoded"
+            yield {"member": f".{suffix}", "error": error}
+            continue
+        encoded = base64.b64encode(jpeg).decode("ascii")
+        place = {"member": f".{suffix}", "kind": "photo", "note": ""}
+        yield {**place, "jpeg": encoded, "width": width, "height": height}
 
 
 def _draw(

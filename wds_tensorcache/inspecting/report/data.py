@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -28,12 +29,7 @@ _MAX_LINES = 300  # lines of statistics of one sample
 
 
 def overview(survey: Survey, title: str) -> dict[str, Any]:
-    """Return the contents of the page, without the samples.
-
-    Args:
-        survey: Survey of some samples, made with `for_page=True`.
-        title: Name of the cache.
-    """
+    """Return the contents of the page, without the samples. The survey was made with `for_page=True`."""
     cache, described = survey.cache, survey.description
     notes = []
     if survey.errors:
@@ -79,10 +75,9 @@ def _field(value: object) -> str:
 
 def _list_shards(cache: Any) -> Iterator[list[Any]]:
     for shard in cache._store.shards:
-        try:
+        nbytes = 0
+        with suppress(OSError):
             nbytes = int(cache._file_nbytes(shard.path))
-        except OSError:
-            nbytes = 0
         yield [escape_hidden(os.path.basename(shard.path)), nbytes, len(shard)]
 
 
@@ -90,10 +85,8 @@ def _read_structures(survey: Survey) -> list[Any]:
     intact = [index for index in survey.indices if index not in survey.errors]
     samples = []
     for at in spread(len(intact), _NUM_STRUCTURES):
-        try:
+        with suppress(*READ_ERRORS):
             samples.append(survey.cache[intact[at]])
-        except READ_ERRORS:
-            continue
     return samples
 
 
@@ -151,7 +144,6 @@ def file_limits(survey: Survey) -> Limits:
 def make_cards(
     survey: Survey, limits: Limits, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> list[dict[str, Any]]:
-    """Return a card for each examined sample, as JSON values."""
     cards = []
     for card in map_samples(survey.cache, survey.indices, lambda index: make_card(survey, index, limits)):
         cards.append(card)

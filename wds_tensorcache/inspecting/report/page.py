@@ -15,12 +15,7 @@ _PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def build_page(report: dict[str, Any], *, is_served: bool = False) -> bytes:
-    """Return the page as UTF-8.
-
-    Args:
-        report: Result of `overview`, with `samples` unless a server provides them.
-        is_served: True lets the script request samples from the page's server.
-    """
+    """Return the page as UTF-8. `report` comes from `overview`, and has the `samples` unless the page's server sends them."""
     style, script = _file("page.css"), _file("page.js")
     parts = {
         "policy": html.escape(policy_of(style, script, is_served)),

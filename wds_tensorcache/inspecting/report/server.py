@@ -38,12 +38,7 @@ class PageServer(ThreadingHTTPServer):
 
     Each request must contain a random token: in the address of the page, and in the header `X-Token` of requests by its script.
     Other pages cannot send this header. The header `Host` must name this machine, because the name of a hostile site may
-    resolve to 127.0.0.1. No text from a request is used as a path of a file.
-
-    Args:
-        survey: Survey of some samples, made with `for_page=True`.
-        report: Result of `overview`.
-        port: Port to listen on; 0 chooses a free port.
+    resolve to 127.0.0.1. No text from a request is used as a path of a file. Port 0 chooses a free port.
 
     Attributes:
         url: Address of the page, with the token.
