@@ -72,6 +72,7 @@ def test_keys(cache: tc.TensorCache) -> None:
     assert list(keys[3:9][::-2]) == KEYS[3:9][::-2]
     assert "007" in keys
     assert "7" not in keys
+    assert "\ud800" not in keys  # it has no form in UTF-8
     assert keys.index("012") == 12
     for wrong in (COUNT, -COUNT - 1):
         with pytest.raises(IndexError):
