@@ -112,7 +112,9 @@ def test_stack_says_which_sample_lacks_it(cache: Any) -> None:
         view.read_batch([1, 3])
     assert view.read_batch([1, 3], collate="list")["mask"] == [None, None]
     assert "mask" not in cache.read_batch([3])
-    with pytest.raises(tc.BatchError, match="sample '000' has no tensor 'scalar', but '001' has one"):
+    with pytest.raises(
+        tc.BatchError, match="sample '000' has no tensor 'scalar', but '001' has one; use collate='list' for"
+    ):
         cache.select("scalar").read_batch([0, 1], collate="pad")
 
 

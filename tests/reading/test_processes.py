@@ -170,6 +170,36 @@ def test_fork_while_a_thread_looks_up_the_first_key(tmp_path: Path) -> None:
             assert run_in_child(find, kill_after_s=60) == 0
 
 
+def test_fork_while_a_thread_collects_names_of_joined_caches(tmp_path: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    class Slow:
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> Any:
+            has_begun.set()
+            assert may_end.wait(60)
+            return {"x": torch.zeros(1)}
+
+    cache = tc.open(write(tmp_path / "a.tar", [{"x": torch.zeros(1)}]))
+
+    def collate(source: Any) -> None:
+        assert len(tc.Loader(tc.join({"a": source}), 1, collate={"a.x": "pad"})) == 1
+
+    collate(cache)  # imports modules
+    with (
+        tc.SharedDataset(Slow(), f"fork-{tmp_path.name}", directory=tmp_path) as shared,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        future = executor.submit(collate, shared)
+        has_begun.wait(60)
+        status = run_in_child(lambda: collate(cache), kill_after_s=20)
+        may_end.set()
+        future.result()
+    assert status == 0
+
+
 def test_fork_while_a_thread_decodes_batches(tmp_path: Path) -> None:
     """The child uses the batch whose values the thread is decoding."""
     path = write(tmp_path / "a.tar", [{"x": torch.zeros(1), "text": f"text {i}"} for i in range(2000)])

@@ -78,6 +78,7 @@ def test_keys(cache: tc.TensorCache) -> None:
     for absent in ("7", 7):
         with pytest.raises(ValueError, match=f"no sample {absent!r} among the 20 samples"):
             keys.index(absent)
+    assert "\ud800" not in keys  # it has no form in UTF-8
     for wrong in (COUNT, -COUNT - 1):
         with pytest.raises(IndexError):
             keys[wrong]

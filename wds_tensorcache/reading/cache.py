@@ -9,7 +9,6 @@ import operator
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -53,6 +52,7 @@ from wds_tensorcache.reading.schema import (
 )
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.shards.names import original_name
+from wds_tensorcache.storage.threads import computed_once
 from wds_tensorcache.storage.urls import is_url
 
 if TYPE_CHECKING:
@@ -509,13 +509,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     # These modules are imported on first use: only batches need them, and they are half of the modules that a cache needs.
 
-    @cached_property
+    @computed_once
     def _structures(self) -> Structures:
         from wds_tensorcache.reading.batch.request import Structures
 
         return Structures(self._wanted, self._optional)
 
-    @cached_property
+    @computed_once
     def _read_batch(self) -> Callable[..., Any]:
         from wds_tensorcache.reading.batch.assemble import read_batch
 

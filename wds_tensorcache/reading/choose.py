@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from numbers import Real
 from typing import Any, TypeAlias
@@ -36,6 +36,7 @@ from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
 from wds_tensorcache.reading.structure import put
+from wds_tensorcache.storage.threads import computed_once
 
 Array = np.ndarray[Any, Any]
 # alternatives by name, or by a tuple of names that are chosen together
@@ -68,12 +69,12 @@ class Group:
     prefix: str = ""  # of these names in the joined cache to which the samples belong; empty without a joined cache
     weights: tuple[float, ...] | None = None  # of each pattern of a name; None for equal probabilities
 
-    @cached_property
+    @computed_once
     def whole_names(self) -> list[str]:
         """Names in the batch of the joined cache. Choices and seeds use these names."""
         return [self.prefix + name for name in self.names]
 
-    @cached_property
+    @computed_once
     def purpose(self) -> str:
         """Text for the seeds of the choices, so that groups choose independently."""
         return purpose_of("choose", self.whole_names)
@@ -146,12 +147,12 @@ class Alternatives:
     def names(self) -> list[str]:
         return [name for group in self.groups for name in group.names]
 
-    @cached_property
+    @computed_once
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """Names or patterns of the alternatives, by name in the batch."""
         return {n: row for group in self.groups for n, row in zip(group.names, group.patterns, strict=True)}
 
-    @cached_property
+    @computed_once
     def covers(self) -> Wanted:
         """Function that returns whether the tensor with a given name is an alternative."""
         return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)

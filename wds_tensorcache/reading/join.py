@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from operator import eq
 from typing import Any, Literal, TypeAlias
@@ -35,6 +34,7 @@ from wds_tensorcache.reading.schema import (
     with_trees,
 )
 from wds_tensorcache.shards.fingerprint import common_fields
+from wds_tensorcache.storage.threads import computed_once
 from wds_tensorcache.storage.urls import shown as shown_url
 
 Array = np.ndarray[Any, Any]
@@ -294,7 +294,7 @@ class JoinedCache(Cache[_Sample]):
             ways.check_names([*self._batch_names(), *_chosen_names(request)])
         return ways
 
-    @cached_property
+    @computed_once
     def _tensor_names(self) -> list[list[str]]:
         return [cache._batch_names() for cache in self._caches]
 

@@ -168,7 +168,10 @@ class KeyTable:
         return positions if older is None else self._find(older)
 
     def _find(self, key: str) -> list[int]:
-        raw = key.encode("utf-8", "surrogateescape")
+        try:
+            raw = key.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # a surrogate that stands for no byte, so no key of a tar has it
+            return []
         if self._columns is not None:
             number = bisect_left(self._lasts, raw)
             # otherwise numpy would convert the whole column

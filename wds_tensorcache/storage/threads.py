@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Executor, Future, TimeoutError
 from concurrent.futures.thread import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -41,6 +41,23 @@ class Threads(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         self._is_open = False
         super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+class computed_once(Generic[_Result]):
+    """A decorator like `functools.cached_property`, but without a lock; threads may compute a value at the same time.
+
+    Hazard: before Python 3.12, all objects of a class share that lock, and a child that is forked meanwhile finds it held
+    forever.
+    """
+
+    def __init__(self, compute: Callable[[Any], _Result]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> _Result:
+        if instance is None:
+            return self  # type: ignore[return-value]
+        value = vars(instance)[self._compute.__name__] = self._compute(instance)
+        return value
 
 
 def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import xxhash
 
 from wds_tensorcache.reading.seeds import stream_seed
+from wds_tensorcache.storage.threads import computed_once
 from wds_tensorcache.training.weights import Weights, cumulate, draw
 
 Array = np.ndarray[Any, Any]
@@ -189,7 +189,7 @@ class Plan:
         """Number of samples of all caches, not counting repeats."""
         return sum(stream.count for stream in self.streams)
 
-    @cached_property
+    @computed_once
     def dataset(self) -> str:
         """The identity of the samples in a state: the number of samples, and a hash of their keys in order."""
         digest = xxhash.xxh3_128()

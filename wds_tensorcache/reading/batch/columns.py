@@ -206,9 +206,10 @@ class Columns:
         references, present = self.references[tensor], self.present(tensor)
         if len(present) < len(references):
             having = f", but {layouts.key(present[0][0])!r} has one" if present else ""
+            ways = "'list' or 'pad'" if self.first[tensor].shape else "'list'"
             raise BatchError(
                 f"sample {layouts.key(references.index(None))!r} has no tensor {self.names[tensor]!r}{having}; use "
-                "collate='list' or 'pad' for this tensor, or do not select it"
+                f"collate={ways} for this tensor, or do not select it"
             )
 
 
