@@ -252,27 +252,58 @@ def test_resumed_twice_at_an_epochs_end(cache: Any, tmp_path: Path, saved: str, 
 
 
 @pytest.mark.parametrize("kind", MAKE)
+def test_the_batch_of_a_failed_step_is_used_again(cache: Any, tmp_path: Path, kind: str) -> None:
+    saving, path = pl.callbacks.OnExceptionCheckpoint(tmp_path), tmp_path / "on_exception.ckpt"
+    for stop in (0, 7, STEPS - 1, STEPS + 7):
+        seen = fit_until(stop, saving, make(cache, kind), max_epochs=2)[1]
+        trainer, rest = fit(make(cache, kind), resume_loaders(), path=path, max_epochs=2)
+        assert seen + rest == whole(cache, 2)
+        assert (trainer.global_step, trainer.current_epoch) == (2 * STEPS, 2)
+        path.unlink()  # Lightning would resume the next training from it
+
+
+def test_a_failed_step_without_the_callback_is_an_error(cache: Any, tmp_path: Path) -> None:
+    model = models.KilledModel()
+    model.stop = 7
+    with pytest.raises(models.Killed):
+        pl.Trainer(callbacks=[pl.callbacks.OnExceptionCheckpoint(tmp_path)], **QUIET).fit(model, make(cache))
+    with pytest.raises(RuntimeError, match=r"(?s)after 7 batches.* batch 8 of epoch 0"):
+        fit(make(cache), path=tmp_path / "on_exception.ckpt", max_epochs=2)
+
+
+def test_at_the_start_of_an_epoch(cache: Any, tmp_path: Path) -> None:
+    def save(trainer: Any, _: Any) -> None:
+        trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    _, seen = fit(make(cache), pl.callbacks.LambdaCallback(on_train_epoch_start=save), max_epochs=3)
+    for epoch in range(3):
+        trainer, rest = fit(make(cache), resume_loaders(), path=tmp_path / f"{epoch}.ckpt", max_epochs=3)
+        assert (rest, trainer.current_epoch) == (seen[epoch * STEPS :], 3)
+
+
+@pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("mode", ["max_size_cycle", "max_size", "min_size"])
 def test_a_shorter_loader(cache: Any, tmp_path: Path, mode: str, kind: str) -> None:
-    """Within an epoch, Lightning repeats the shorter of two loaders, takes None for its batches, or ends the epoch early."""
+    """Within an epoch, Lightning repeats the shorter loaders, takes None for their batches, or ends the epoch early."""
 
-    class Both(models.BatchesModel):  # type: ignore[misc]
+    class All(models.BatchesModel):  # type: ignore[misc]
         def training_step(self, batches: Any, number: int) -> torch.Tensor:
             self.seen.append([batch and batch["x"][:, 0].int().tolist() for batch in batches])
             return self.layer(batches[0]["x"]).mean()  # type: ignore[no-any-return]
 
     def run(callbacks: list[Any], path: Any = None) -> list[Any]:
-        trainer, model = pl.Trainer(callbacks=[*callbacks, every_step(tmp_path)], max_epochs=2, **QUIET), Both()
-        loaders = pl.utilities.CombinedLoader([make(cache, kind), make(cache[:10], kind)], mode)
+        trainer, model = pl.Trainer(callbacks=[*callbacks, every_step(tmp_path)], max_epochs=2, **QUIET), All()
+        loaders = pl.utilities.CombinedLoader([make(cache, kind), make(cache[:10], kind), make(cache[:26], kind)], mode)
         with warnings.catch_warnings():
             # "min_size" ends epochs early
-            warnings.filterwarnings("ignore", r"set_epoch\(1\) leaves out 30 of the 40 samples")
+            warnings.filterwarnings("ignore", r"set_epoch\(1\) leaves out (30 of the 40|16 of the 26) samples")
             trainer.fit(model, loaders, ckpt_path=path)
         return model.seen  # type: ignore[no-any-return]
 
     for callbacks in ([], [resume_loaders()]):
         seen = run(callbacks)
-        for step in range(1, len(seen) - 1, 4):
+        # also from the end of an epoch, where a shorter loader may be in the middle of its second pass
+        for step in (*range(1, len(seen) - 1, 4), len(seen) // 2):
             assert seen[:step] + run(callbacks, tmp_path / f"step={step}.ckpt") == seen
         # from a checkpoint of a resumed run
         assert run(callbacks, tmp_path / f"step={len(seen) - 1}.ckpt") == seen[-1:]

@@ -34,12 +34,25 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         """Forget the loaders' states from an earlier call of the trainer."""
         self._states: list[Any] = []
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """In a checkpoint within a step, as by `save_on_exception`, count the step's batches as not used."""
+        loops = checkpoint["loops"]["fit_loop"]
+        states, batches = loops["state_dict"].get("combined_loader", []), loops["epoch_loop.batch_progress"]
+        if not states or batches["current"]["processed"] == batches["current"]["ready"]:
+            return
+        for loader, state in zip(_stateful_loaders(trainer), states, strict=True):
+            if isinstance(loader, BaseLoader):
+                state.update(loader._sampler._plan.state(loader._sampler._before))
+        for counts in (batches["total"], batches["current"]):
+            counts.update(dict.fromkeys(counts, counts["processed"]))
+        batches["is_last_batch"] = False
+
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the loaders' states from a checkpoint, and correct Lightning's counters of epochs."""
         loops = checkpoint["loops"]["fit_loop"]
         self._states = loops["state_dict"].get("combined_loader", [])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
-        is_over = epochs["current"]["processed"] == epochs["current"]["ready"]
+        is_over = epochs["current"]["processed"] == epochs["current"]["started"]
         if not self._states or not is_over or not batches["current"]["ready"]:
             return
         if batches["is_last_batch"]:
@@ -60,10 +73,7 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         states, self._states = self._states, []
         if not states:
             return
-        loaders = _lightning.utilities.CombinedLoader(trainer.train_dataloader).flattened
-        stateful = [
-            loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-        ]
+        stateful = _stateful_loaders(trainer)
         if len(states) != len(stateful):
             raise ValueError(
                 f"the checkpoint has states of {len(states)} loaders, but {len(stateful)} loaders have a state"
@@ -92,3 +102,9 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         # after a checkpoint in a hook of a batch, `completed` is one less than the other counters
         counts.completed += used - counts.ready
         counts.ready = counts.started = counts.processed = used
+
+
+def _stateful_loaders(trainer: Any) -> list[Any]:
+    """Return the training loaders whose states Lightning saves."""
+    loaders = _lightning.utilities.CombinedLoader(trainer.train_dataloader).flattened
+    return [loader for loader in loaders if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")]

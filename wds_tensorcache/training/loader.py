@@ -146,6 +146,7 @@ class BaseLoader(ABC):
                     sampler._move(sampler._beginning(), is_resumed=True)
                     num_moves = sampler._num_moves
                     reads = self._reads = self._read_batches(with_info)
+                sampler._before = sampler._position
                 try:
                     read = next(reads, None)
                     if read is not None and with_info:

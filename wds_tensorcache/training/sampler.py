@@ -153,7 +153,7 @@ class StepSampler(DistributedSampler[Step]):
             settings=settings,
         )
         self._check_steps()
-        self._position = self._plan.start
+        self._position = self._before = self._plan.start  # `_before` is the position before the last batch of a loader
         self._is_resumed = False  # the next iteration starts at the position, even in the middle of an epoch
         self._requested_epoch: int | None = None  # the epoch that set_epoch requested since the last iteration began
         self._num_moves = 0  # the number of times that the position was set other than by a batch
@@ -260,7 +260,10 @@ class StepSampler(DistributedSampler[Step]):
                 self._move(self._plan.end(epoch, before), is_resumed=True)
             return
         self._requested_epoch = epoch
-        is_there = epoch == before.epoch and (self._is_resumed or not before.used)
+        # when Lightning begins an epoch, a shorter loader of several may be in the middle of its own epoch of that number
+        begins = is_training and getattr(loop, "_loaded_from_state_dict", False)
+        begins = begins and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed
+        is_there = epoch == before.epoch and ((self._is_resumed and not begins) or not before.used)
         if not is_there:
             if is_earlier and loop is None:
                 warn_of_earlier_epoch(epoch, before.epoch)
@@ -364,9 +367,10 @@ def _lightning_loop() -> Any:
 def _num_resumed(loop: Any) -> int:
     """Return the number of batches after which a loop of Lightning resumes in the middle of an epoch, or 0."""
     batches = loop.epoch_loop.batch_progress
-    number: int = batches.current.ready
+    number: int = batches.current.processed  # one less than `ready` if the checkpoint was saved within a step
     # a checkpoint saved in a hook of an epoch's last batch resumes in this epoch, if a new batch size gives it more batches
-    is_over = batches.is_last_batch and (batches.current.completed == number or number >= loop.max_batches)
+    is_over = batches.is_last_batch and number == batches.current.ready
+    is_over = is_over and (batches.current.completed == number or number >= loop.max_batches)
     return number if getattr(loop, "_loaded_from_state_dict", False) and not is_over else 0
 
 
