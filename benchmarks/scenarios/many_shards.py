@@ -26,11 +26,11 @@ def many_shards(context: Context) -> Rows:
     """Measure time and memory of each step, one row for each."""
     folder = context.stores / "10^7 samples"
     if not folder.exists():
-        _write_shards(folder, *((10, 100) if context.is_quick else (1000, 10_000)))
+        write_shards(folder, *((10, 100) if context.is_quick else (1000, 10_000)))
     return {f"10^7, {step}": partial(in_new_process, _measure, folder, step) for step in _STEPS}
 
 
-def _write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
+def write_shards(folder: Path, num_shards: int, per_shard: int) -> None:
     """Write `num_shards` shards of `per_shard` samples each, and their manifest.
 
     `ShardWriter` writes the first and the last shard. All other shards have the first one's index with their own keys, and

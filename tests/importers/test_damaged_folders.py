@@ -65,25 +65,26 @@ WRITERS: dict[str, Callable[[Path, str], Any]] = {
     "fastvideo": write_fastvideo,
     "nemo-hidden-states": lambda folder, name: nemo_hidden_states.write_cache(folder / name, 4),
     "diffusion-pipe": write_diffusion_pipe,
-    "hf-datasets": lambda folder, name: hf_datasets.make(3).save_to_disk(folder / name),
 }
-CHUNKS: dict[str, Callable[[Path, str], Any]] = {
+# by packages
+LONG: dict[str, Callable[[Path, str], Any]] = {
+    "hf-datasets": lambda folder, name: hf_datasets.make(3).save_to_disk(folder / name),
     "mds": partial(write_chunks, write_mds, size_limit=2500),
     "litdata": partial(write_chunks, write_litdata),
 }
 for level in ("chunk", "batch", "sample"):
     options = {"compression": "zstd", "compression_level": level}
-    CHUNKS[f"litdata {level}"] = partial(write_chunks, write_litdata, **options)
+    LONG[f"litdata {level}"] = partial(write_chunks, write_litdata, **options)
 NUM_DAMAGES = {"hf-datasets": 150, "mds": 100}
 MIN_FAULTS = {"hf-datasets": 21, "mds": 34, "litdata": 4}
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *(pytest.param(name, marks=pytest.mark.long) for name in CHUNKS)])
+@pytest.mark.parametrize("name", [*WRITERS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_damage(tmp_path: Path, name: str) -> None:
     """Samples of other files are imported; a file that was cut short is reported if samples are missing."""
     folder, form = tmp_path / "in", name.partition(" ")[0]
     for group in "ab":
-        (WRITERS | CHUNKS)[name](folder, group)
+        (WRITERS | LONG)[name](folder, group)
     expected, _ = imported(folder, tmp_path / "whole", format=form)
     others = [sample for sample in expected if sample.startswith("b")]
     assert len(others) == len(expected) // 2

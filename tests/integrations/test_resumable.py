@@ -361,6 +361,7 @@ print(next(stream)["__key__"], next(stock)["__key__"])
 """
 
 
+@pytest.mark.long
 def test_streams_that_are_left_when_the_interpreter_ends(urls: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", LEFT, *urls], capture_output=True, text=True, check=True)
     assert "ignored" not in done.stderr

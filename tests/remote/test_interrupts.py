@@ -45,6 +45,7 @@ lazy.load()
 """
 
 
+@pytest.mark.long
 def test_ctrl_c(http_server: HttpServer, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends a read from a server that sends a byte now and then, and the process, though threads wait for the server."""
     monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "3600")
@@ -84,6 +85,7 @@ atexit.register(read, "atexit")
 """
 
 
+@pytest.mark.long
 def test_reads_after_the_end_of_the_main_thread(http_server: HttpServer, url: str) -> None:
     """A thread for which the interpreter waits goes on reading, and functions of `atexit` read, as from local shards."""
     http_server.set(latency_s=0.01)

@@ -100,6 +100,7 @@ def test_credentials_in_urls_are_refused(write_server: WriteServer, call: object
 # --- forked processes
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("new_forkserver")
 def test_forked_processes_are_refused_and_the_remedy_works(write_server: WriteServer, tmp_path: Path) -> None:
     for path in write_cache(tmp_path / "cache", [small(i) for i in range(12)]).iterdir():

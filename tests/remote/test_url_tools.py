@@ -34,6 +34,7 @@ def server(module_server: HttpServer, folder: Path) -> HttpServer:
     return module_server
 
 
+@pytest.mark.long
 def test_commands(server: HttpServer, folder: Path, tmp_path: Path) -> None:
     url, local = f"{server.url}/cache?signature=s3cret", folder / "cache"
     for command, *others in (

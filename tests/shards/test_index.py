@@ -110,6 +110,7 @@ def test_three_sources(tmp_path: Path, make: Callable[[], Samples], how: str) ->
                 assert_same(sample[field], stored)
 
 
+@pytest.mark.long
 def test_many_layouts_and_forms(tmp_path: Path) -> None:
     """More layouts than a byte can number, and more forms than are remembered."""
     write(tmp_path / "x.tar", [[torch.zeros(i % 290, 2)] for i in range(300)], manifest=False)

@@ -145,6 +145,7 @@ def test_a_shard_that_is_cut_short_under_an_open_cache(tmp_path: Path) -> None:
                 read()
 
 
+@pytest.mark.long
 @linux
 def test_one_limit_for_all_caches(shards150: Path) -> None:
     """A quarter of the limit; a cache that is opened with another number changes it for all."""

@@ -223,6 +223,7 @@ def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, last
                 assert all(len(rows) - used[stream] < size for stream, rows in options.reference(0).items())
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(MODES),

@@ -114,6 +114,7 @@ def test_an_error_in_collate(cache: Any) -> None:
     assert 17 in batch["x"][:, 0].tolist()
 
 
+@pytest.mark.long
 def test_sigint_and_the_end_of_the_interpreter(cache: Any, tmp_path: Path) -> None:
     """A real signal ends a loop; then the process ends by itself, in spite of an iteration that was left."""
     code = f"""

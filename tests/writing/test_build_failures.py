@@ -258,6 +258,7 @@ def test_a_new_users_try(tmp_path: Path) -> None:
     check(tmp_path / "out", {f"n{i:04d}": i for i in range(2000)})
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:tc.build.* items? failed:UserWarning")
 # a writer that was killed after it had named a shard has not listed it
 @pytest.mark.filterwarnings("ignore:.*manifest.json does not list 1 of the shards:UserWarning")

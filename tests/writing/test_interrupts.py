@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import wds_tensorcache as tc
+
+pytestmark = pytest.mark.long
 
 _BUILD = """
 import os, signal, sys, time
