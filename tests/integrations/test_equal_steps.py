@@ -76,10 +76,10 @@ def test_workers_share_the_steps_of_their_rank(folder: str, rank: int, num_worke
 
 
 @pytest.mark.parametrize(
-    ("stages", "made"), [((), {}), ((), {"collate": list}), ((wds.to_tuple("cls", "__position__"),), {})]
+    ("stages", "options"), [((), {}), ((), {"collate": list}), ((wds.to_tuple("cls", "__position__"),), {})]
 )
-def test_batches_of_batches_are_refused(folder: str, stages: Any, made: dict[str, Any]) -> None:
-    stream = tc.ResumablePipeline(folder, *stages, batch_size=2, **made)
+def test_batches_of_batches_are_refused(folder: str, stages: Any, options: dict[str, Any]) -> None:
+    stream = tc.ResumablePipeline(folder, *stages, batch_size=2, **options)
     assert len(list(DataLoader(stream, batch_size=None))) == 22
     for options in ({}, {"batch_size": 4}):
         with pytest.raises(ValueError, match="items are batches: pass batch_size=None"):

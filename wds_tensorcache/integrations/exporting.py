@@ -84,7 +84,7 @@ def export_cache(
     - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
 
     The folder appears when it is complete. If an export was interrupted or killed, repeat the call to continue the export. A
-    tar begins again, and so do every export after a reboot and an export of a `SharedDataset`.
+    tar begins again, and so does an export of a `SharedDataset`, and every export after a reboot.
 
     Args:
         cache: Cache, or a view of a cache.
@@ -126,7 +126,9 @@ def export_cache(
 
 def _parts_of(cache: Cache) -> list[Cache]:
     """Return the caches in a join, or the cache itself."""
-    return [part for of in cache._caches for part in _parts_of(of)] if isinstance(cache, JoinedCache) else [cache]
+    return (
+        [part for joined in cache._caches for part in _parts_of(joined)] if isinstance(cache, JoinedCache) else [cache]
+    )
 
 
 def _shards_of(cache: Cache) -> list[Shard]:

@@ -63,7 +63,7 @@ class StepDataset(Dataset[Any]):
         self._options = {"collate": collate, "pad_value": pad_value}
         self._transforms = as_transforms(transform)
         self._with_info = with_info
-        self._is_noted = False  # a TorchLoader makes records of the batches
+        self._checks_edits = False  # `TorchLoader.with_info` must know of all changes of shapes
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"sampler": None}
@@ -80,7 +80,7 @@ class StepDataset(Dataset[Any]):
             return batch
         info = self._reader.info(step, collate=self._options["collate"])
         batch = apply_transforms(batch, info, self._transforms)
-        if self._is_noted and not all(any(edit is listed for listed in self._transforms) for edit in info._edits):
+        if self._checks_edits and not all(any(edit is listed for listed in self._transforms) for edit in info._edits):
             raise ValueError(
                 f"a function in transform= called {info._edits[0]!r:.100}, so info.mask and info.shapes would be wrong: "
                 "pass what it called in the list, as transform=[tc.drop_text(…), …], or use tc.Loader"
@@ -214,7 +214,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         return self._begin(with_info=False)
 
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        self.dataset._is_noted = with_info  # type: ignore[attr-defined]
+        self.dataset._checks_edits = with_info  # type: ignore[attr-defined]
         return self._accelerated(self._read_steps()) if self._is_prepared else self._read_steps()
 
     def _accelerated(self, reads: Generator[Read, None, None]) -> Generator[Read, None, None]:

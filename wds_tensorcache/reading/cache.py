@@ -617,8 +617,8 @@ class TensorCache(Cache[_Sample]):
         last = self._last_fixed  # read once, because another thread may replace it
         if last is None or last[0] != collate:
             ways = collate if isinstance(collate, Collate) else as_collate(collate, 0)
-            others = [name for name in self._batch_names() if ways.way(name) not in ("stack", "auto")]
-            fixed = tuple(dict.fromkeys([*self._names, *others]))
+            padded_or_listed = [name for name in self._batch_names() if ways.way(name) not in ("stack", "auto")]
+            fixed = tuple(dict.fromkeys([*self._names, *padded_or_listed]))
             last = self._last_fixed = copy.copy(collate), fixed
         return last[1]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -150,7 +150,8 @@ class Alternatives:
     @computed_once
     def patterns(self) -> dict[str, tuple[str, ...]]:
         """Names or patterns of the alternatives, by name in the batch."""
-        return {n: row for group in self.groups for n, row in zip(group.names, group.patterns, strict=True)}
+        pairs = (zip(group.names, group.patterns, strict=True) for group in self.groups)
+        return dict(chain.from_iterable(pairs))
 
     @computed_once
     def covers(self) -> Wanted:
@@ -426,9 +427,8 @@ class ChosenRequest(Request):
     picked: Layouts  # of the samples, with the chosen tensors
     # for each group with values, the alternatives of each sample, for the first name that has alternatives
     firsts: dict[Group, list[dict[_Match, str]]]
-    choices: dict[
-        Group, Array
-    ]  # of each sample, int64 `[B]`; groups without tensors are missing until `values` is called
+    # of each sample, int64 `[B]`; groups without tensors are missing until `values` is called
+    choices: dict[Group, Array]
     of_values: Sequence[tuple[str, Group, tuple[str, ...]]]  # name, group and patterns of alternatives without tensors
     known_values: dict[str, list[tuple[str, Any]]] = field(default_factory=dict)  # result of `values`
     decoded: Decoded | None = None  # the values of the batch; None if the batch was not read

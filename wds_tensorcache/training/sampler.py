@@ -261,9 +261,9 @@ class StepSampler(DistributedSampler[Step]):
             return
         self._requested_epoch = epoch
         # when Lightning begins an epoch, a shorter loader of several may be in the middle of its own epoch of that number
-        begins = is_training and getattr(loop, "_loaded_from_state_dict", False)
-        begins = begins and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed
-        is_there = epoch == before.epoch and ((self._is_resumed and not begins) or not before.used)
+        is_epoch_new = is_training and getattr(loop, "_loaded_from_state_dict", False)
+        is_epoch_new = is_epoch_new and loop.epoch_progress.current.ready == loop.epoch_progress.current.processed
+        is_there = epoch == before.epoch and ((self._is_resumed and not is_epoch_new) or not before.used)
         if not is_there:
             if is_earlier and loop is None:
                 warn_of_earlier_epoch(epoch, before.epoch)

@@ -128,7 +128,7 @@ class Comparison:
         items = self._items
         if not (items.compares and items.are_numbered) or self.changed:
             return
-        ahead: Iterable[Item] = items.others
+        ahead: Iterable[Item] = items.of_other_ranks
         if items.is_map:
             numbers = sorted(n for n in self._numbers() if n < items.num_all and (n > after or not items.is_own(n)))
             compared = {*(numbers[i] for i in spread(len(numbers), NUM_COMPARED - 1)), *numbers[-1:]}

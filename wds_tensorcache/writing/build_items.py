@@ -70,7 +70,7 @@ class Items(Dataset[Item]):
             known without reading.
         compares: True if items are compared by `digest_item`. Their keys are numbers, so a key does not show that an item has
             moved.
-        others: Up to 64 items of other ranks in an iterable to compare, without their values.
+        of_other_ranks: Up to 64 items of other ranks in an iterable to compare, without their values.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class Items(Dataset[Item]):
         self.are_numbered = keys is None
         self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
         self.compares = keys is None and not self._is_fixed and digest is None
-        self.others: list[Item] = []
-        self._distance = 1  # of the numbers of `others`
+        self.of_other_ranks: list[Item] = []
+        self._distance = 1  # of the numbers of `of_other_ranks`
         self.rank, self.world_size = rank, world_size
         self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
@@ -247,10 +247,10 @@ class Items(Dataset[Item]):
                     item = self._failed(number, exc)
                 yield item
             elif self.compares and number % self._distance == 0:
-                self.others.append(Item(number, number_text(number), origin=digest_item(value)))
-                if len(self.others) > NUM_COMPARED:
+                self.of_other_ranks.append(Item(number, number_text(number), origin=digest_item(value)))
+                if len(self.of_other_ranks) > NUM_COMPARED:
                     self._distance *= 2
-                    self.others = [item for item in self.others if item.number % self._distance == 0]
+                    self.of_other_ranks = [item for item in self.of_other_ranks if item.number % self._distance == 0]
 
     def __getitem__(self, number: int) -> Item:  # for worker processes
         try:
