@@ -282,6 +282,19 @@ def test_damaged_states(urls: list[str], changed: dict[str, Any]) -> None:
     assert stream.state_dict() == before
 
 
+def test_a_state_warns_of_stages_that_make_several_items_of_a_sample(urls: list[str]) -> None:
+    def crops(samples: Any) -> Any:
+        for sample in samples:
+            yield from [sample, sample]
+
+    items = iter(stream := tc.ResumablePipeline(urls, tc.decode(), crops))
+    next(items)
+    stream.state_dict()
+    next(items)
+    with pytest.warns(UserWarning, match="several items of a sample.*may leave out items.*one list of all items"):
+        stream.state_dict()
+
+
 def test_stages_that_the_pipeline_replaces_are_refused(urls: list[str], tmp_path: Path) -> None:
     for stage in (wds.split_by_worker, wds.split_by_node, wds.tarfile_to_samples(), tc.tarfile_to_samples()):
         with pytest.raises(ValueError, match="this class itself divides the shards among ranks and reads them"):

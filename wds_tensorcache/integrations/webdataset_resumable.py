@@ -153,6 +153,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._pid = os.getpid()
         self._iteration = 0
         self._has_warned = False  # of samples that set_epoch left out
+        self._has_several = False  # items of a sample
         self._move(0, {}, is_over=False)
 
     def _check_ranks(self) -> None:
@@ -327,12 +328,12 @@ class ResumablePipeline(IterableDataset[Any]):
         """Mark the samples of a batch as done, empty it, and return its only item or its collated items."""
         items = [item for item, *_ in batch]
         for _, positions, done, is_repeated in batch:
-            for shard, index in positions:
-                done.setdefault(shard, _Done()).add(index)
+            num_new = sum(done.setdefault(shard, _Done()).add(index) for shard, index in positions)
+            self._has_several = self._has_several or num_new < len(positions)
             if is_repeated:
-                self._progress.num_repeated += len(positions)
+                self._progress.num_repeated += num_new
             else:
-                self._progress.num_samples += len(positions)
+                self._progress.num_samples += num_new
         self._progress.num_batches += 1
         batch.clear()
         if self._batch_size is None:
@@ -453,12 +454,20 @@ class ResumablePipeline(IterableDataset[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and its samples that the stream has returned, as plain values for JSON.
 
+        Warns if a stage has made several items of a sample, which is done after the first of them.
+
         Raises:
             RuntimeError: Workers have read the samples; `StatefulDataLoader.state_dict` collects their states.
         """
         info = self._enter()
         if info is None and self._epochs.is_in_workers():
             raise RuntimeError("workers have the state; call StatefulDataLoader.state_dict, which collects it")
+        if self._has_several:
+            warnings.warn(
+                "a stage makes several items of a sample: a stream that resumes from this state may leave out items of the "
+                "last sample; let the stage return one list of all items of a sample",
+                stacklevel=user_level(),
+            )
         done = {str(shard): [list(done.edges), done.count] for shard, done in self._done.items() if done.edges}
         starts = {str(shard): start for shard, done in self._done.items() if (start := done.first_start()) is not None}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
@@ -600,13 +609,16 @@ class _Done:
     def __contains__(self, index: int) -> bool:
         return bisect_right(self.edges, index) % 2 == 1
 
-    def add(self, index: int) -> None:
+    def add(self, index: int) -> bool:
+        """Add a sample; return False if it was already done."""
         self.starts.pop(index, None)
         at = bisect_right(self.edges, index)
-        if at % 2 == 0:
-            new = [index, index + 1]
-            before, after = self.edges[at - 1 : at] == new[:1], self.edges[at : at + 1] == new[1:]
-            self.edges[at - before : at + after] = new[before : 2 - after]
+        if at % 2:
+            return False
+        new = [index, index + 1]
+        before, after = self.edges[at - 1 : at] == new[:1], self.edges[at : at + 1] == new[1:]
+        self.edges[at - before : at + after] = new[before : 2 - after]
+        return True
 
     def first_start(self) -> list[Any] | None:
         """Return the index and offset of the first sample that is not done, and the remote object's length and tag.
