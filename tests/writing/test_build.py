@@ -396,6 +396,14 @@ def test_bad_arguments(tmp_path: Path, source: Any, options: dict[str, Any], err
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("columns", [["a"], "a"], ids=["frame", "series"])
+def test_pandas(tmp_path: Path, columns: Any) -> None:
+    """A shuffled Series finds items by label, and the keys of another one are in the new order."""
+    shuffled = pytest.importorskip("pandas").DataFrame({"key": ["x", "y"], "a": [1, 2]}).iloc[::-1]
+    with pytest.raises(TypeError, match=r"pass series\.tolist\(\), or frame"):
+        build(shuffled[columns], tmp_path, keys=shuffled["key"])
+
+
 def test_a_folder_of_other_shards(tmp_path: Path) -> None:
     build(Numbers(), tmp_path / "a-%d.tar").close()
     with pytest.raises(ValueError, match=r"contains a-0.tar, which does not match 'b-%d.tar'; pass a pattern"):
