@@ -113,6 +113,10 @@ class Items(Dataset[Item]):
             keys = items.keys()
         self._is_fixed = isinstance(keys, str) and keys == "position"
         keys = None if self._is_fixed else keys
+        if isinstance(keys, (set, frozenset)):
+            raise TypeError(
+                "keys= is a set, whose order is not that of the items; pass a list, or a function of an item"
+            )
         if keys is not None and not callable(keys):
             keys = _check_keys(list(keys), count if is_map else None, items)
         self._items, self._keys, self._digest, self.is_map = items, keys, digest, is_map
