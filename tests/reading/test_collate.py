@@ -72,7 +72,7 @@ def test_only_the_first_dimension_is_padded(cache: Any, way: Any) -> None:
 def test_rows_that_are_too_long(cache: Any) -> None:
     with pytest.raises(tc.BatchError, match=r"tensor 'cond.text' has length 3 in sample '002', more than pad\(to=2\)"):
         cache.read_batch([0, 1, 2], collate={"cond.text": tc.pad(to=2), "cond.mask": "list", "odd": "list"})
-    for to in (-1, 2.0, True, [], [2, 1], [1, 1], [-1, 2], [1.0], [True, 2], {1: 2}):
+    for to in (-1, 2.0, True, [], [2, 1], [1, 1], [-1, 2], [1.0], [True, 2], {1: 2}, np.array([1, 2])):
         with pytest.raises(ValueError, match="to=.*, expected a length"):
             tc.pad(to=to)  # type: ignore[arg-type]
 

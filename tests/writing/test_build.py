@@ -366,6 +366,7 @@ def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, er
         (Numbers(), {"digest": lambda item: None}, TypeError, "item 0, key '000000000': digest returned a NoneType"),
         (Numbers(), {"fingerprint": {"dtype": torch.int8}}, TypeError, r"fingerprint\['dtype'\] .* pass a str"),
         (Numbers(), {"keys": ["a"]}, ValueError, "1 keys for 23 items"),
+        (Numbers(), {"keys": set(map(str, range(COUNT)))}, TypeError, "keys= is a set, whose order is not"),
         (Numbers(), {"keys": ["a"] * COUNT}, ValueError, "two items have the key 'a'"),
         (Numbers(), {"keys": lambda item: "a"}, ValueError, "two items have the key 'a'"),
         (Numbers(), {"batch_size": 0}, ValueError, "batch_size=0"),
@@ -394,6 +395,14 @@ def test_bad_arguments(tmp_path: Path, source: Any, options: dict[str, Any], err
     with pytest.raises(error, match=message):
         build(source, tmp_path / options.pop("out", ""), fn, **options)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("columns", [["a"], "a"], ids=["frame", "series"])
+def test_pandas(tmp_path: Path, columns: Any) -> None:
+    """A shuffled Series finds items by label, and the keys of another one are in the new order."""
+    shuffled = pytest.importorskip("pandas").DataFrame({"key": ["x", "y"], "a": [1, 2]}).iloc[::-1]
+    with pytest.raises(TypeError, match=r"pass series\.tolist\(\), or frame"):
+        build(shuffled[columns], tmp_path, keys=shuffled["key"])
 
 
 def test_a_folder_of_other_shards(tmp_path: Path) -> None:

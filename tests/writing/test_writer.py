@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from tests.children import switching_often
 from tests.conftest import diffusion_sample
 from tests.reading.batches import write as write_samples
 from tests.same import assert_same
@@ -51,6 +53,13 @@ def test_by_samples(tmp_path: Path) -> None:
     kinds = [f"train-{i:04d}.{kind}" for i in range(3) for kind in ("idx", "tar")]
     assert names(tmp_path / "new") == ["manifest.json", *kinds]
     assert assert_complete(tmp_path / "new") == [f"{i:03d}" for i in range(7)]
+
+
+def test_several_threads(tmp_path: Path) -> None:
+    with switching_often(), tc.ShardWriter(tmp_path, fsync=False, max_samples=3) as sink, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: sink.write(f"{i:03d}", diffusion_sample(i)), range(100)))
+    assert sorted(assert_complete(tmp_path)) == [f"{i:03d}" for i in range(100)]
+    assert set(listed(tmp_path).values()) == {3, 1}
 
 
 def test_by_bytes(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def export(path: str, out: str, kind: str, cache_name: str | None, as_json: bool
     for name, dtype in report.widened.items():
         output.note(f"{name} is {dtype} in the files, which changes no number")
     for name, cls in report.as_text.items():
-        output.note(f"{name} is a {cls}, which JSON cannot hold: the files have it as a text")
+        output.note(f"{name} is a {cls}, which JSON cannot hold: the files have a short text of it; pt has it whole")
     if report.num_without:
         output.note(f"{report.num_without:,} samples in the shards have no such cache, and were not exported")
     if report.other_caches:

@@ -50,7 +50,8 @@ class ExportReport:
         num_present: Number of samples that an interrupted call had written.
         renamed: File names by key, for samples whose files could not have the original name.
         widened: Dtypes in the files by tensor name, for tensors with a dtype that the files cannot hold. No number changes.
-        as_text: Types by name, for values that JSON cannot hold, such as sets and NaN. The JSON has a text in their place.
+        as_text: Types by name, for values that JSON cannot hold, such as sets and NaN. The JSON has a text in their place,
+            which ends after about 200 characters.
         num_without: Number of samples in the shards without the exported cache, for example samples with only a picture.
         other_caches: Names of other caches in the shards, which are not exported.
     """

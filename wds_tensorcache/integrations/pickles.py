@@ -351,9 +351,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         self, storage: Any, offset: int, size: Any, stride: Any, needs_grad: Any, hooks: Any, dtype: Any, *rest: Any
     ) -> Any:
         if hooks or any(rest) or not isinstance(dtype, torch.dtype) or dtype not in TORCH_TRUE:
-            raise UnsafeSkeletonError(
-                f"a tensor of {shown(dtype)} has hooks, is conjugated, or has an unsupported dtype"
-            )
+            raise UnsafeSkeletonError("a tensor has hooks, is conjugated, or has an unsupported dtype")
         if storage.__class__ is not _Storage or len(size) > _MAX_NDIM:
             raise FormatError(f"a tensor has no storage, or more than {_MAX_NDIM} dimensions")
         if storage.memory is None:

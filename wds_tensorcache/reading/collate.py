@@ -29,7 +29,7 @@ class Pad:
     def __post_init__(self) -> None:
         lengths = self.to if isinstance(self.to, tuple) else () if self.to is None else (self.to,)
         are_lengths = all(type(length) is int and length >= 0 for length in lengths)
-        if self.to == () or not are_lengths or any(a >= b for a, b in pairwise(lengths)):
+        if not (lengths or self.to is None) or not are_lengths or any(a >= b for a, b in pairwise(lengths)):
             raise ValueError(
                 f"to={self.to!r:.200}, expected a length, ascending lengths, or None for that of the longest row"
             )

@@ -127,8 +127,8 @@ def build(
             with other names. `reuse` is the same folder as `out`, or has named caches or samples without a cache. A list of
             paths names shards that have a cache. Two ranks have the same key, different items or batch sizes. Or several ranks
             have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, an option is unknown, JSON cannot represent the fingerprint, a digest is not a
-            str, or a worker process cannot send an item.
+        TypeError: The source is not a dataset, `keys` is a set, an option is unknown, JSON cannot represent the fingerprint, a
+            digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
         ImportError: A url, or `progress=True`, needs a package that is not installed.
         FormatError: A finished or reused shard is damaged, or was changed during the call; or `source` is a cache, and

@@ -92,9 +92,17 @@ class Items(Dataset[Item]):
             items = _open_without_cache(items)
         kind, count = type(items).__name__, _length(items)
         is_map = count is not None and hasattr(items, "__getitem__") and not isinstance(items, IterableDataset)
-        if isinstance(items, (Mapping, DataLoader, str, bytes)) or not (is_map or isinstance(items, Iterable)):
+        # Hazard: [i] of pandas finds a label, so a Series that was shuffled would give its items other keys.
+        is_pandas = hasattr(items, "iloc")
+        if (
+            is_pandas
+            or isinstance(items, (Mapping, DataLoader, str, bytes))
+            or not (is_map or isinstance(items, Iterable))
+        ):
             remedy = "pass a dataset or list with a length and [i], or an iterable of items; build makes the batches"
-            if isinstance(items, str):
+            if is_pandas:
+                remedy = "its [i] is not a row: pass series.tolist(), or frame.to_dict('records')"
+            elif isinstance(items, str):
                 remedy = (
                     "pass tc.open(…) of shards, a list of their paths, which end in .tar, or a dataset or list of items"
                 )
@@ -105,6 +113,10 @@ class Items(Dataset[Item]):
             keys = items.keys()
         self._is_fixed = isinstance(keys, str) and keys == "position"
         keys = None if self._is_fixed else keys
+        if isinstance(keys, (set, frozenset)):
+            raise TypeError(
+                "keys= is a set, whose order is not that of the items; pass a list, or a function of an item"
+            )
         if keys is not None and not callable(keys):
             keys = _check_keys(list(keys), count if is_map else None, items)
         self._items, self._keys, self._digest, self.is_map = items, keys, digest, is_map

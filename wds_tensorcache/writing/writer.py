@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from math import inf
 from numbers import Real
+from threading import RLock
 from typing import Any
 
 from wds_tensorcache.arguments import user_level
@@ -160,10 +161,10 @@ class ShardWriter:
         TypeError, ValueError: The pattern has more than one number, or is a url that cannot be written. An option has a wrong
             type or value, options exclude each other, or `max_nbytes` or `footer` does not suit a url.
 
-    Threads/fork/pickle: used by one thread. Several writers may share a folder if their patterns have no names in common: a
-        shard never replaces another shard. A second writer of the same pattern is refused while the first writer is open and
-        its process runs. At a url, the first upload of the second writer is refused instead. A forked child cannot use the
-        writer: `write` raises RuntimeError, and `close` has no effect.
+    Threads/fork/pickle: any thread may write, and one call waits for another. Several writers may share a folder if
+        their patterns have no names in common: a shard never replaces another shard. A second writer of the same pattern is
+        refused while the first writer is open and its process runs. At a url, the first upload of the second writer is refused
+        instead. A forked child cannot use the writer: `write` raises RuntimeError, and `close` has no effect.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class ShardWriter:
         self._footer, self._dali_index, self._manifest = footer, dali_index, manifest
         self._fingerprint = None if fingerprint is None else as_fingerprint(fingerprint)
         self._allow, self._align, self._encoder = allow_table(allow), align, encoder or _encode_plain
+        self._changing = RLock()  # held by the thread that writes a sample or closes the writer
         self._shard: _UnfinishedShard | None = None  # gets the next sample
         self._unfinished: list[_UnfinishedShard] = []  # shards without an entry in the manifest so far
         self._finishing: deque[Future[None]] = deque()  # uploads of shards
@@ -270,9 +272,7 @@ class ShardWriter:
 
         Memory: this call copies or writes the bytes of the tensors, so the tensors may be changed afterwards.
         """
-        if self._closed:
-            raise ValueError(f"{self._pattern}: the writer is closed")
-        if not self._resumes or key not in self:
+        if self._closed or not self._resumes or key not in self:
             self._place(self._pack(key, sample, members))
 
     def _pack(self, key: str, sample: Any, members: dict[str, Any]) -> PackedSample:
@@ -295,14 +295,17 @@ class ShardWriter:
         """Write a packed sample, whose key is not stored yet."""
         if self._pid != os.getpid():
             raise RuntimeError("a writer cannot be used in a forked child; make a writer in each process")
-        if self._finishing:
-            self._wait(_MAX_FINISHING)
-        shard = self._shard
-        if shard is not None and (shard.num_samples >= self._max_samples or shard.nbytes >= self._max_nbytes):
-            self._finish()
-        if self._shard is None:
-            self._shard = self._new_shard()
-        self._shard.write(packed)
+        with self._changing:
+            if self._closed:
+                raise ValueError(f"{self._pattern}: the writer is closed")
+            if self._finishing:
+                self._wait(_MAX_FINISHING)
+            shard = self._shard
+            if shard is not None and (shard.num_samples >= self._max_samples or shard.nbytes >= self._max_nbytes):
+                self._finish()
+            if self._shard is None:
+                self._shard = self._new_shard()
+            self._shard.write(packed)
 
     def _new_shard(self) -> _UnfinishedShard:
         if self._has_gap and not self._finishing:  # else `_wait` raises the error of the upload
@@ -363,16 +366,17 @@ class ShardWriter:
         """Finish the current shard, wait for uploads, and release the lock. Errors are as for `write`. No effect in a fork."""
         if self._pid != os.getpid():
             return
-        self._closed = True
-        try:
-            self._finish()
-            self._wait(0)
-        except BaseException as exc:
-            if not isinstance(exc, Exception):  # an interrupt of the wait
-                self._folder.cancel()
-            self._abandon(exc)
-            raise
-        self._release()
+        with self._changing:
+            self._closed = True
+            try:
+                self._finish()
+                self._wait(0)
+            except BaseException as exc:
+                if not isinstance(exc, Exception):  # an interrupt of the wait
+                    self._folder.cancel()
+                self._abandon(exc)
+                raise
+            self._release()
 
     def _abandon(self, error: BaseException) -> None:
         """Wait for uploads, and delete all other unfinished shards."""
@@ -401,8 +405,9 @@ class ShardWriter:
         if kind is None:
             self.close()
         elif self._pid == os.getpid():
-            self._closed = True
-            self._abandon(value)
+            with self._changing:
+                self._closed = True
+                self._abandon(value)
 
 
 def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:
