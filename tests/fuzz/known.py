@@ -187,9 +187,15 @@ def judge(data: bytes, folder: Path) -> None:
         is_searched = is_searched and known.is_exposed(damage, has_end=not options & 4)
     inner = known.inner if is_searched else set()
     allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
+    # two changes may hide the digests of both halves, which other tools leave out (FORMAT.md 3.3): the report counts the sample
+    unverified = [
+        key
+        for key, halves in known.contents.items()
+        if report.num_unverified and all(damage.hits([half], len(content)) for half in halves)
+    ]
     for key in keys:
         found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)
-        if key not in allowed and not damage.is_apart:
+        if key in unverified or (key not in allowed and not damage.is_apart):
             continue
         assert key in allowed, f"sample {key} is not in the shard"
         assert found == allowed[key], f"sample {key} is not what was written"
@@ -206,7 +212,7 @@ def judge(data: bytes, folder: Path) -> None:
             is_whole = is_whole and not (known.inner and damage.ranges)
         assert key in keys or not is_whole, f"sample {key} is whole, and was not saved: {report}"
         is_hit = damage.is_apart and damage.hits(known.contents[key], len(content))  # a bit may be inverted twice
-        if is_hit or key not in keys:
+        if (is_hit and key not in unverified) or key not in keys:
             assert not report.ok, f"sample {key} is damaged, and nothing is wrong"
     if not damage.ranges and not damage.is_cut:
         assert report.num_samples >= len(known.samples)
