@@ -162,7 +162,6 @@ def stored_shapes(store: Store, positions: Positions) -> Iterator[Tensor]:
 
 
 def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
-    """Return the properties of a tensor in the samples of both schemas."""
     if old is None:
         return new
     dtypes = tuple(dict.fromkeys((*_as_tuple(old.dtype), *_as_tuple(new.dtype))))

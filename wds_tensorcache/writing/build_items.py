@@ -121,7 +121,6 @@ class Items(Dataset[Item]):
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
 
     def is_own(self, number: int) -> bool:
-        """Return whether an item belongs to this rank."""
         group, place = divmod(number // self.batch_size, self.world_size)
         shift = xxh3_64_intdigest(b"%d %d" % (self.world_size, group)) if self.world_size > 1 else 0
         return (place + shift) % self.world_size == self.rank

@@ -77,7 +77,6 @@ class ShardPattern:
         return self.locate(self.shard_name(number))
 
     def locate(self, name: str) -> str:
-        """Return the path or url of the file `name` in the folder."""
         return join_url(self.folder, name) if self._is_url else os.path.join(self.folder, name)
 
     def number(self, name: str) -> int | None:
@@ -86,7 +85,6 @@ class ShardPattern:
         return place[2] if place is not None and place[:2] == self._rank else None
 
     def covers(self, name: str) -> bool:
-        """Return whether the name of a file matches this pattern."""
         return self.number(name) is not None
 
     def is_in_build(self, name: str) -> bool:
