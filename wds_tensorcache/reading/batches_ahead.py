@@ -31,22 +31,25 @@ class BatchesAhead:
     Attributes:
         count: Current number.
         most: Maximum of `count`.
+        is_local: True after eight batches in a row that needed no request; more than two threads then read no faster.
     """
 
     def __init__(self, url: str | None, fixed: int | None = None) -> None:
         if fixed is None and url is None:
             fixed = _LEAST
         self.count, self.most = (_FIRST, _MOST) if fixed is None else (fixed, fixed)
+        self.is_local = False
         self._num_local = 0
         self._url = None if fixed is not None else url
 
     def note(self, nbytes: int, *, has_waited: bool, has_requested: bool) -> None:
         """Record that training received a batch of `nbytes` bytes, whether it waited, and whether the batch needed requests."""
         self._num_local = 0 if has_requested else self._num_local + 1
+        self.is_local = self._num_local >= _NUM_LOCAL
         if self._url is None:
             return
         if not has_requested:
-            self.count = _LEAST if self._num_local >= _NUM_LOCAL else self.count
+            self.count = _LEAST if self.is_local else self.count
             return
         if has_waited and self.count < _MOST:
             pace = client_for(self._url).pace
