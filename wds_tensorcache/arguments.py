@@ -10,8 +10,6 @@ from typing import Any
 
 from wds_tensorcache.errors import list_names
 
-__all__ = ["as_int", "check_options", "user_level"]
-
 _OWN = frozenset({__name__.partition(".")[0], "dali_plugin"})
 
 

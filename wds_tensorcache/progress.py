@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-__all__ = ["Progress", "ProgressOption"]
-
 ProgressOption: TypeAlias = "bool | Callable[[int, int], object] | None"  # the argument `progress=`
 
 

@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from wds_tensorcache.arguments import as_int
 
-__all__ = ["find_rank", "is_distributed"]
-
 
 def is_distributed() -> bool:
     """Return whether torch.distributed is initialized in this process."""

@@ -94,7 +94,6 @@ def _has_lost(part: Checked) -> bool:
 
 
 def _check_names(paths: list[str]) -> None:
-    """Raise ValueError if two of the shards and their DALI indexes would have the same name."""
     by_name: dict[str, str] = {}
     for path in paths:
         name = os.path.basename(path)

@@ -161,7 +161,6 @@ def _reason(error: FormatError | OSError) -> str:
 
 
 def _nbytes(path: str) -> int:
-    """Return the length of a file, or 0 if it cannot be read."""
     with suppress(OSError):
         return os.path.getsize(path)
     return 0

@@ -175,7 +175,6 @@ def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], 
 
 
 def plan_member(tensors: tuple[tuple[str, str, tuple[int, ...], int], ...], align: int) -> tuple[bytes, Layout]:
-    """Return the header from `build_safetensors_header`, and its layout."""
     header = build_safetensors_header(tensors, align)
     form = form_of(tuple((name, dtype, len(shape)) for name, dtype, shape, _ in tensors))
     return header, make_layout(form, [dim for _, _, shape, _ in tensors for dim in shape], len(header))
@@ -258,7 +257,6 @@ def _check_metadata(metadata: Any, is_at_begin: bool) -> None:
 
 
 def check_version(version: int) -> None:
-    """Raise FormatError unless this release reads this format version."""
     if version != FORMAT_VERSION:
         raise FormatError(
             f"written in format version {version}; this release reads version {FORMAT_VERSION}: upgrade wds-tensorcache"

@@ -165,7 +165,6 @@ def component(key: object, position: int) -> str:
 
 
 def join_path(path: str, part: str) -> str:
-    """Return `path` with the component `part` appended."""
     return f"{path}.{part}" if path else part
 
 

@@ -272,7 +272,6 @@ def _resolve_template(layout: Layout, template: Template) -> tuple[Template, tup
 
 
 def open_tensor(reference: Reference, source: ByteSource, lazy: bool) -> Any:
-    """Return the tensor or array that `reference` describes, lazy or loaded."""
     cls = LazyTensor if reference.kind == "tensor" else LazyArray
     if lazy:
         return cls(reference, source)

@@ -268,7 +268,6 @@ def _parse_weights(name: Any, wanted: Mapping[Any, Any]) -> tuple[float, ...]:
 
 @lru_cache(maxsize=1024)
 def _edges(weights: tuple[float, ...], matches: tuple[_Match, ...]) -> _Edges | None:
-    """Return the edges of alternatives; None if all their weights are 0."""
     largest = max(weights[number] for match in matches for number, _ in match)
     if not largest:
         return None
@@ -508,7 +507,6 @@ class ChosenRequest(Request):
         return self.alternatives.schema_of(whole_schema(self.store))
 
     def named_choices(self) -> Choices:
-        """Return the choices by name, after decoding values that are alternatives."""
         values, stored = self.values(), [self.picked.chosen[at] for at in self.picked.which.tolist()]
         chosen = {
             name: [alternative for alternative, _ in values[name]]

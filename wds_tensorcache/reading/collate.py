@@ -87,7 +87,6 @@ class Collate:
 
 
 def _find(values: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return the value for a name, else for the first pattern that matches it, else `default`."""
     if name in values:
         return values[name]
     return next((value for pattern, value in values.items() if fnmatchcase(name, pattern)), default)

@@ -34,7 +34,6 @@ def take(positions: Positions, numbers: Any) -> Positions:
 
 
 def as_array(positions: Positions) -> Array:
-    """Return positions as int64 `[n]`."""
     if isinstance(positions, range):
         return np.arange(positions.start, positions.stop, positions.step, dtype=np.int64)
     return positions

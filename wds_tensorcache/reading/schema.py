@@ -162,7 +162,6 @@ def stored_shapes(store: Store, positions: Positions) -> Iterator[Tensor]:
 
 
 def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
-    """Return the properties of a tensor in the samples of both schemas."""
     if old is None:
         return new
     dtypes = tuple(dict.fromkeys((*_as_tuple(old.dtype), *_as_tuple(new.dtype))))
@@ -215,12 +214,8 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
         _, firsts, inverse = np.unique(shard.columns.layout[rows], return_index=True, return_inverse=True)
         shapes = []
         for row in rows[firsts].tolist():
-            of_sample = forms.shapes(shard, row)
-            if name not in of_sample:
-                raise KeyError(
-                    f"sample {shard.key(row)!r} has no tensor {name!r:.100}; it has {list_names(of_sample, name)}"
-                )
-            shapes.append(numbers.setdefault(of_sample[name], len(numbers)))
+            entry = make_entry(shard.key(row), 0, forms.shapes(shard, row))
+            shapes.append(numbers.setdefault(entry.shapes[name], len(numbers)))
         result[which] = np.array(shapes)[inverse]
     return list(numbers), result
 

@@ -42,7 +42,6 @@ def finalize(values: Array) -> Array:
 
 
 def random_bits(seed: int, epoch: int, numbers: Any) -> Array:
-    """Return 64 random bits for each number in an epoch, uint64."""
     values = np.array(numbers, np.int64).astype(np.uint64)
     for key in round_keys(seed, epoch)[:2]:
         values = finalize(values ^ key)

@@ -133,7 +133,6 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the current stream of a GPU; None for any other device."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 

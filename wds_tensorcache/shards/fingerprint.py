@@ -51,7 +51,6 @@ def check_same(where: str, stored: Mapping[str, Any] | None, expected: Mapping[s
 
 
 def common_fields(fingerprints: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Return the fields that have the same value in all fingerprints."""
     parts = [{name: as_text(value) for name, value in (fingerprint or {}).items()} for fingerprint in fingerprints]
     first = parts[0] if parts else {}
     return {name: json.loads(text) for name, text in first.items() if all(other.get(name) == text for other in parts)}

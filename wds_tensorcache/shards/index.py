@@ -158,7 +158,6 @@ class Origins:
         return cls(column, narrow(rows), np.frombuffer(bytes(text), np.uint8), narrow(ends))
 
     def check(self, num_samples: int) -> None:
-        """Raise FormatError if the columns are inconsistent."""
         lengths = np.diff(self.ends.astype(np.int64), prepend=0)
         is_bad = self.digest is not None and (len(self.digest) != num_samples or self.digest.dtype != np.uint64)
         is_bad |= len(self.rows) != len(self.ends) or int(lengths.sum()) != len(self.text) or bool((lengths < 0).any())

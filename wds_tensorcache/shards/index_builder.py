@@ -83,7 +83,6 @@ class IndexBuilder:
             self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))
 
     def _number(self, layout: Layout, references: tuple[str, ...] | None, further: Further) -> int:
-        """Return the number of a layout in the table; add the layout if it is new."""
         forms = self._form_numbers
         form_number = forms.setdefault((layout.form.entries, references, further), len(forms))
         shape = array("Q", (dim for tensor in layout.tensors.values() for dim in tensor.shape))

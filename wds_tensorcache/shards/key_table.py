@@ -63,7 +63,6 @@ class Keys:
             begin = end
 
     def raws(self) -> list[bytes]:
-        """Return all keys as UTF-8."""
         text, ends = self.text.tobytes(), self.ends.tolist()
         return [text[begin:end] for begin, end in pairwise([0, *ends])]
 

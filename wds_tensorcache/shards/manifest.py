@@ -323,7 +323,6 @@ class Manifest:
         return self.fingerprints.get(self._spelled.get(name, name))
 
     def add(self, entry: ShardEntry, index: ShardIndex) -> None:
-        """Add a shard, or replace its entry."""
         self.remove(entry.url)
         self.entries[entry.url] = entry
         self.caches[entry.url] = {name: len(columns) for name, columns in index.caches.items() if len(columns)}

@@ -107,7 +107,6 @@ def safe_key(name: str) -> str:
 
 
 def hashed_key(name: str) -> NamedKey:
-    """Return a key that contains a hash of a long name."""
     key, digest = _UNSAFE.sub(_percent_encode, name), hashlib.sha256(_as_bytes(name)).hexdigest()[:40]
     return NamedKey(key[: _HASHED_LENGTH - len(_HASHED + digest)] + _HASHED + digest, name)
 

@@ -99,7 +99,6 @@ def is_extended(header: bytes) -> bool:
 
 
 def is_header(block: bytes) -> bool:
-    """Return whether a block is a tar header with a valid checksum."""
     return len(block) == BLOCK and parse_number(block[148:156]) == _sum_of(block)
 
 

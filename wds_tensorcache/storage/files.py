@@ -297,7 +297,6 @@ class ShardFile:
 
 
 def open_if_exists(path: str) -> ShardFile | None:
-    """Open a local file; return None if it does not exist."""
     try:
         return ShardFile(path)
     except OSError as exc:

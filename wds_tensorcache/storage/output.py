@@ -102,7 +102,6 @@ class Output:
         self._filled, self._is_small = 0, True
 
     def _wait(self, remaining: int) -> None:
-        """Wait until the writing thread has at most `remaining` stages left to write."""
         while len(self._writing) > remaining:
             self._writing.popleft().result()
         self.check()

@@ -62,7 +62,6 @@ def boot_id() -> str:
 
 
 def memory_nbytes() -> int | None:
-    """Return the size of physical memory in bytes; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
@@ -70,7 +69,6 @@ def memory_nbytes() -> int | None:
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -120,7 +120,6 @@ def _round(half: Array, bits: int, key: np.uint64) -> Array:
 
 
 def _permute(values: Array, bits: int, seed: int, epoch: int) -> Array:
-    """Apply a Feistel permutation of `[0, 2^bits)` to `values`, int64."""
     # the two halves swap in each round, and may differ in width by one bit
     low_bits, high_bits = bits // 2, bits - bits // 2
     low, high = values & (1 << low_bits) - 1, values >> low_bits

@@ -186,7 +186,6 @@ class Plan:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of all caches, not counting repeats."""
         return sum(stream.count for stream in self.streams)
 
     @computed_once
@@ -238,7 +237,6 @@ class Plan:
         return RowCounts(length, length + missing, missing - repeated, repeated)
 
     def is_over(self, at: Position) -> bool:
-        """Return whether no step of the position's epoch remains."""
         return not any(self.remaining(at))
 
     def remaining(self, at: Position) -> list[int]:

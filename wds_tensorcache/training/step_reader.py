@@ -27,13 +27,11 @@ class StepReader:
         self._seeds = [stream_seed(seed, "samples", source) for source in range(len(caches))]
 
     def single_threaded(self) -> StepReader:
-        """Return a reader that reads each batch in a single thread."""
         reader = copy(self)
         reader._caches = [cache._single_threaded() for cache in self._caches]
         return reader
 
     def schema(self) -> dict[str, TensorSchema]:
-        """Return the properties of the batches' tensors, by name."""
         merged: dict[str, TensorSchema] = {}
         for cache in self._caches:
             schema = self.alternatives.schema_of(cache.schema)

@@ -90,7 +90,6 @@ class Weights:
         return _SampleWeights(values, totals, {n: cumulate(_select(values, s)) for n, s in streams.items()})
 
     def state(self) -> Any:
-        """Return the weights for JSON; None if there are no weights."""
         if not self.are_used:
             return None
         return {

@@ -48,7 +48,6 @@ class Job:
     checks_finite: bool
 
     def open_failures(self, folder: Folder, names: list[str]) -> Failures:
-        """Return the failures of this rank in a folder with files of these names."""
         return Failures(folder, names, self.items.is_own, self.items.rank, self.items.world_size)
 
 
@@ -176,7 +175,6 @@ def _describe(batch: list[Target], row: int) -> str:
 
 
 def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
-    """Raise ValueError if a tensor or array of a sample contains NaN or infinity."""
     writer = SkeletonWriter(sink._allow)  # gives the tensors their names, and reads lazy tensors
     writer.save(sample)
     for name, tensor in writer.tensors.items():
@@ -223,7 +221,6 @@ class _TensorKinds:
 
 
 def _kinds_of(form: Form, texts: tuple[str, ...] | None) -> Iterator[tuple[str, str]]:
-    """Yield the name of each tensor of a form, and its dtype and number of dimensions as text."""
     for (name, stored, ndim), text in zip(form.entries, texts or itertools.repeat(None), strict=False):
         attribute = None if text is None else parse_reference(text)[2]
         yield name, f"{attribute or stored} with {ndim} dimension{'s' * (ndim != 1)}"

@@ -133,7 +133,6 @@ class Items(Dataset[Item]):
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
 
     def is_own(self, number: int) -> bool:
-        """Return whether an item belongs to this rank."""
         group, place = divmod(number // self.batch_size, self.world_size)
         shift = xxh3_64_intdigest(b"%d %d" % (self.world_size, group)) if self.world_size > 1 else 0
         return (place + shift) % self.world_size == self.rank
@@ -253,11 +252,7 @@ class Items(Dataset[Item]):
                     return
             self.num_all = number + 1
             if self.is_own(number):
-                try:
-                    item = self._item(number, value)
-                except Exception as exc:
-                    item = self._failed(number, exc)
-                yield item
+                yield self._item(number, {number: value})
             elif self.compares and number % self._distance == 0:
                 self.of_other_ranks.append(Item(number, number_text(number), origin=digest_item(value)))
                 if len(self.of_other_ranks) > NUM_COMPARED:
@@ -265,12 +260,7 @@ class Items(Dataset[Item]):
                     self.of_other_ranks = [item for item in self.of_other_ranks if item.number % self._distance == 0]
 
     def __getitem__(self, number: int) -> Item:  # for worker processes
-        try:
-            with _add_note_of_item(number):
-                value = self._items[number]
-            return self._item(number, value)
-        except Exception as exc:
-            return self._failed(number, exc)
+        return self._item(number, self._items)
 
     def read_again(self, item: Item, before: int) -> Item:
         """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place.
@@ -294,22 +284,26 @@ class Items(Dataset[Item]):
             key = self._keys[number]
         return Item(number, key, failure=Failure.of(number, key, exc))
 
-    def _item(self, number: int, value: Any) -> Item:
-        with _add_note_of_item(number):
-            if callable(self._keys):
-                key = self._keys(value)
-            elif self._keys is not None:
-                key = self._keys[number]
-            else:
-                key = value["__key__"] if _has_key(value) and not self._is_fixed else number_text(number)
-            _check_key(key, number)
-            digest = None if self._digest is None else self._digest(value)
-            origin = digest_item(value) if self.compares and not _has_key(value) else 0
-            members = value.members if isinstance(value, MemberSample) else {}
-        if self._digest is not None and not isinstance(digest, str):
-            fault = f"digest returned a {type(digest).__name__}, expected a str"
-            raise TypeError(f"item {number}, key {key!r:.100}: {fault}")
-        return Item(number, key, value, digest, origin, members=members)
+    def _item(self, number: int, items: Any) -> Item:
+        try:
+            with _add_note_of_item(number):
+                value = items[number]
+                if callable(self._keys):
+                    key = self._keys(value)
+                elif self._keys is not None:
+                    key = self._keys[number]
+                else:
+                    key = value["__key__"] if _has_key(value) and not self._is_fixed else number_text(number)
+                _check_key(key, number)
+                digest = None if self._digest is None else self._digest(value)
+                origin = digest_item(value) if self.compares and not _has_key(value) else 0
+                members = value.members if isinstance(value, MemberSample) else {}
+            if self._digest is not None and not isinstance(digest, str):
+                fault = f"digest returned a {type(digest).__name__}, expected a str"
+                raise TypeError(f"item {number}, key {key!r:.100}: {fault}")
+            return Item(number, key, value, digest, origin, members=members)
+        except Exception as exc:
+            return self._failed(number, exc)
 
 
 def _begin_worker(parent: int | None, worker: int) -> None:

@@ -102,7 +102,6 @@ class OldShard:
         return slice(*np.searchsorted(self.members.rows, [begin, end]).tolist())
 
     def ranges(self, begin: int, end: int) -> Iterator[MemberRange]:
-        """Yield the byte ranges of the members of samples `[begin, end)`."""
         # Entries that belong to no sample, such as folders, are copied with the sample that follows them. With a prefix, and
         # after the last sample, they are left out.
         if not self.prefix:
@@ -141,7 +140,6 @@ class NewShard:
         return self.runs[0][0].fingerprint
 
     def origins(self) -> Iterator[tuple[int, str | None]]:
-        """Yield the result of `ShardIndex.origin` for each sample."""
         for old, begin, end in self.runs:
             for digest, name in map(old.index.origin, range(begin, end)):
                 yield digest, name and old.prefix + name

@@ -120,7 +120,6 @@ def index_shard(
 
 
 def _place_of(path: str, index_folder: str | None) -> tuple[Folder, str]:
-    """Return the folder for the indexes of a shard, and the shard's name."""
     if not is_url(path):
         return folder_of(os.path.dirname(path)), os.path.basename(path)
     name = name_of(path)

@@ -50,7 +50,6 @@ def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for 
 
 
 def has_entries(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a path is a folder that contains files or folders."""
     return os.path.isdir(folder) and bool(os.listdir(folder))
 
 

@@ -31,8 +31,8 @@ class ShardPattern:
     """
 
     def __init__(self, pattern: str) -> None:
-        self._is_url = is_url(pattern)
-        if self._is_url:
+        is_remote = is_url(pattern)
+        if is_remote:
             check_writable(pattern)
         else:
             check_not_url(pattern, WRITABLE)
@@ -40,16 +40,12 @@ class ShardPattern:
             raise ValueError("the path is empty, expected a folder or a pattern such as 'cache/%06d.tar'")
         is_file = "%" in pattern or pattern.endswith((".tar", *_SIDECARS, *_OTHER_FILES))
         self.is_default = not is_file or os.path.isdir(pattern)
-        if self._is_url:
-            if self.is_default:
-                pattern = join_url(pattern, DEFAULT_NAME)
-            self.folder, _, self.name = pattern.rpartition("/")
-            if self.folder.endswith(":/"):
-                raise ValueError(f"{pattern}: expected a bucket and a folder or pattern, such as s3://bucket/cache")
-        else:
-            if self.is_default:
-                pattern = os.path.join(pattern, DEFAULT_NAME)
-            self.folder, self.name = os.path.split(pattern)
+        self._join = join_url if is_remote else os.path.join
+        if self.is_default:
+            pattern = self._join(pattern, DEFAULT_NAME)
+        self.folder, self.name = pattern.rpartition("/")[::2] if is_remote else os.path.split(pattern)
+        if is_remote and self.folder.endswith(":/"):
+            raise ValueError(f"{pattern}: expected a bucket and a folder or pattern, such as s3://bucket/cache")
         self._pattern = pattern
         self.is_numbered = len(_NUMBER.findall(self.name)) == 1
         self._base, self._rank = _without_rank(self.name)
@@ -77,8 +73,7 @@ class ShardPattern:
         return self.locate(self.shard_name(number))
 
     def locate(self, name: str) -> str:
-        """Return the path or url of the file `name` in the folder."""
-        return join_url(self.folder, name) if self._is_url else os.path.join(self.folder, name)
+        return self._join(self.folder, name)
 
     def number(self, name: str) -> int | None:
         """Return the number in the name of a shard; None if the name does not match this pattern."""
@@ -86,7 +81,6 @@ class ShardPattern:
         return place[2] if place is not None and place[:2] == self._rank else None
 
     def covers(self, name: str) -> bool:
-        """Return whether the name of a file matches this pattern."""
         return self.number(name) is not None
 
     def is_in_build(self, name: str) -> bool:

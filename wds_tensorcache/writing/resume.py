@@ -59,7 +59,6 @@ class FinishedShards:
         return [(self._paths[number], position - self._starts[number]) for position, number in numbers]
 
     def has_cache(self, path: str, row: int) -> bool:
-        """Return whether a sample has a cache, and not only other members."""
         caches = self.indexes[path].caches.values()
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
@@ -69,7 +68,6 @@ class FinishedShards:
         return key if older is None or older not in self else older
 
     def is_finished(self, key: str) -> bool:
-        """Return whether samples with this key exist, and all of them have a cache."""
         places = self.find(key)
         return bool(places) and all(self.has_cache(*place) for place in places)
 
@@ -89,7 +87,6 @@ class FinishedShards:
         return self.files.get(path).read(begin, begin + member.nbytes.item(at))
 
     def entry(self, path: str) -> ShardEntry:
-        """Return the entry of a shard for the manifest of its folder."""
         index = self.indexes[path]
         if is_url(path):
             return ShardEntry(name_of(path), len(index.keys), self.files.get(path).nbytes, index.digest)

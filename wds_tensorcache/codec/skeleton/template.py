@@ -373,7 +373,6 @@ _FAMILIES: dict[tuple[Any, ...], Family] = {}
 
 
 def family_of(sample: Any) -> Family | None:
-    """Return the family of a sample; None if the sample cannot have a template."""
     cls = type(sample)
     if cls is dict:
         key = tuple(sample)

@@ -119,7 +119,6 @@ class SkeletonWriter:
             raise EncodeError(f"{place(path)}: {_remedy(value)}")
 
     def name_of(self, value: object) -> str | None:
-        """Return the name of a tensor; None for any other value."""
         return self._names.get(id(value))
 
     def _get(self, slot: int) -> None:

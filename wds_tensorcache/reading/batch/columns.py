@@ -39,7 +39,6 @@ class Layouts:
     chosen: Sequence[Mapping[str, str | None]] = ()
 
     def key(self, number: int) -> str:
-        """Return the key of the first sample with layout `number`."""
         return self.rows.key(int(np.argmax(self.which == number)))
 
 
@@ -202,7 +201,6 @@ class Columns:
         return [(number, one) for number, one in enumerate(self.references[tensor]) if one is not None]
 
     def check_present(self, layouts: Layouts, tensor: int) -> None:
-        """Raise BatchError unless all layouts have a tensor."""
         references, present = self.references[tensor], self.present(tensor)
         if len(present) < len(references):
             having = f", but {layouts.key(present[0][0])!r} has one" if present else ""
@@ -248,7 +246,6 @@ def _resolve(layout: Layout, name: str, text: str) -> Reference:
 
 
 def _describe(tensor: TensorSchema) -> Reference:
-    """Return a reference for a tensor that no sample of the batch has."""
     dtype = tensor.dtype[0] if isinstance(tensor.dtype, tuple) else tensor.dtype
     shape = tuple(size if isinstance(size, int) else size[1] for size in tensor.shape or ())
     return Reference(tensor.name, tensor.kind, dtype, shape, 0, 0, None)

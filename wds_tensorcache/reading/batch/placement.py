@@ -50,7 +50,6 @@ def place_in_turn(sizes: Array) -> Placement:
 
 
 def no_memory(nbytes: int) -> BatchError:
-    """Return the error for a batch that is too large."""
     return BatchError(f"a batch of {nbytes} bytes does not fit into memory; read fewer samples, or use collate='list'")
 
 

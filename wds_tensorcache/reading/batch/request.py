@@ -80,7 +80,6 @@ class Structures:
         self._by_form: dict[Any, tuple[Form, tuple[str, ...]]] = {}
 
     def narrow(self, names: tuple[str, ...]) -> Structures:
-        """Return the structures of the same samples with only these tensors."""
         view = self.views.get(names)
         if view is None:
             view = copy.copy(self)
@@ -268,7 +267,6 @@ class Request:
         return () if not isinstance(shard, Shard) or shard.knows_template(self.rows.row.item(0)) else (0,)
 
     def keeping(self, names: tuple[str, ...]) -> Request:
-        """Return a request for the same samples with only these tensors."""
         return replace(self, structures=self.structures.narrow(names))
 
     def in_view(self, store: Store, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:

@@ -88,7 +88,6 @@ def _number_leaves(template: Template) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor, or the placeholder of a tensor."""
     return value is _TENSOR or isinstance(value, (LazyTensor, LazyArray))
 
 
