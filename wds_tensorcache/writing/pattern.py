@@ -46,6 +46,8 @@ class ShardPattern:
             self.folder, _, self.name = pattern.rpartition("/")
             if self.folder.endswith(":/"):
                 raise ValueError(f"{pattern}: expected a bucket and a folder or pattern, such as s3://bucket/cache")
+            if set("*?[{") & set(self.folder):
+                raise ValueError(f"{pattern}: readers expand '*', '?', '[' and '{{' in urls; use another folder")
         else:
             if self.is_default:
                 pattern = os.path.join(pattern, DEFAULT_NAME)
