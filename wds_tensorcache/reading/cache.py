@@ -133,6 +133,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return the index of the first sample whose key is `value`, as `keys().index` does."""
         return self.keys().index(value, start, stop)
 
+    def count(self, value: Any) -> int:
+        """Return the number of samples whose key is `value`."""
+        return self.keys().count(value)
+
     @abstractmethod
     def keys(self) -> KeysView:
         """Return the keys in order, as a sequence that decodes each key on access."""

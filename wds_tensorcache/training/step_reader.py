@@ -8,6 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+# Imported before threads read batches: a child that is forked while a thread imports a module waits for it forever.
+import wds_tensorcache.reading.batch.assemble
+import wds_tensorcache.shards.load_index  # noqa: F401
 from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.choose import Alternatives, Randomness
