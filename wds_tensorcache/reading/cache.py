@@ -20,6 +20,7 @@ from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import (
     NUM_COMPARED,
+    FormatError,
     InvalidKeyError,
     TensorCacheError,
     format_count,
@@ -495,10 +496,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
         """Return the member `KEY.suffix` of each wanted sample that has it, by the sample's position in the batch."""
 
-    @property
-    def _left_out(self) -> str | None:
-        """Message about shards of the folder that the manifest does not list; None if it lists all shards."""
-        return None
+    def _check_complete(self) -> None:
+        """Raise FormatError if the manifest does not list all shards, or if a shard has members that readers do not see."""
 
     @abstractmethod
     def _paths(self) -> Iterator[str]: ...
@@ -668,9 +667,13 @@ class TensorCache(Cache[_Sample]):
             members.update(fetch(remote))
         return members
 
-    @property
-    def _left_out(self) -> str | None:
-        return self._store.left_out
+    def _check_complete(self) -> None:
+        if self._store.left_out is not None:
+            raise FormatError(self._store.left_out, kind="index")
+        self._store.load_indexes()
+        for shard in self._store.shards:
+            if (unseen := shard.find_unseen(shard.index)) is not None:
+                raise unseen
 
     def _paths(self) -> Iterator[str]:
         return (shard.path for shard in self._store.shards)
