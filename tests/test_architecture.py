@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.remote.servers.http_server import HttpServer
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(
@@ -77,18 +78,30 @@ for step in steps:
     assert not whole & {"nvidia", "ray", "fsspec", "boto3", "matplotlib", "PIL", "dali_plugin"}
 
 
-def test_the_first_array_imports_nothing() -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tc.encode_sample({'x': torch.ones(2)})", "tc.encode_sample({'x': numpy.ones(2)})"),
+        ("loader = tc.Loader(tc.open(sys.argv[1]), 1)", "next(iter(loader))"),
+        ("loader = tc.Loader(tc.open(sys.argv[2]), 1)", "next(iter(loader))"),
+    ],
+)
+def test_what_other_threads_do_imports_nothing(tmp_path: Path, before: str, after: str) -> None:
     """A child that is forked while another thread imports a module waits forever when it imports that module, too."""
-    script = """
+    with tc.ShardWriter(tmp_path) as sink:
+        sink.write("a", {"x": torch.ones(3)})
+    script = f"""
 import sys, numpy, torch
 import wds_tensorcache as tc
-tc.encode_sample({"x": torch.ones(2)})
+{before}
 before = set(sys.modules)
-tc.encode_sample({"x": numpy.ones(2)})
+{after}
 print(*sorted(set(sys.modules) - before))
 """
-    command = [sys.executable, "-c", script]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "\n"
+    with HttpServer() as server:
+        server.set(folder=tmp_path)
+        command = [sys.executable, "-c", script, str(tmp_path), server.url]
+        assert subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout == "\n"
 
 
 @cache

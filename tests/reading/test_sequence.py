@@ -75,6 +75,7 @@ def test_keys(cache: tc.TensorCache) -> None:
     assert keys.index("012") == cache.index("012") == cache.index("012", 3, 13) == 12
     assert cache[[5, 3, 5]].index("005") == 0
     assert tc.join({"a": cache[::2]}).index("012") == 6
+    assert (cache.count("012"), cache[[5, 3, 5]].count("005"), cache.count(cache[0])) == (1, 2, 0)
     for absent in ("7", 7):
         with pytest.raises(ValueError, match=f"no sample {absent!r} among the 20 samples"):
             keys.index(absent)

@@ -60,6 +60,9 @@ def test_changed_and_missing_objects(write_server: WriteServer, files: dict[str,
         for read in (lazy.load, lambda: cache[0]):
             with pytest.raises(tc.MissingShardError):
                 read()
+        write_server.script({"method": "GET", "suffix": "a.tar", "status": 412})  # as Azurite answers
+        with pytest.raises(tc.MissingShardError):
+            lazy.load()
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def test_proxies(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     check(f"{proxy.url}/c")
     assert {one.path for one in proxy.log()} == {"/c/manifest.json", "/c/a.tar"}
     proxy.script("c/a.tar", {"status": 407, "times": -1})
-    assert refused(tc.RemoteError, check, "http://example.invalid/c").status == 407
+    error = refused(tc.RemoteError, check, "http://example.invalid/c")
+    assert (error.status, "password in http_proxy" in str(error)) == (407, True)
     monkeypatch.setenv("http_proxy", "http://me:hunter2@127.0.0.1:9")
     monkeypatch.setenv("TENSORCACHE_REMOTE_TIMEOUT_S", "0.5")
     assert "proxy" in str(refused(tc.RemoteError, check, "http://other.invalid/c"))

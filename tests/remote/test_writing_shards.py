@@ -98,6 +98,9 @@ def test_options_that_urls_do_not_have() -> None:
         tc.ShardWriter(URL, max_nbytes=1 << 40)
     with pytest.raises(ValueError, match="at most one number"):
         tc.ShardWriter("s3://bucket/%d/%d.tar")
+    for folder in ("a*", "a?", "[a]", "{a,b}"):
+        with pytest.raises(ValueError, match="readers expand"):
+            tc.ShardWriter(f"s3://bucket/{folder}/%d.tar")
 
 
 def test_a_url_that_pathlib_has_changed() -> None:

@@ -247,6 +247,7 @@ def copies(out: Path) -> dict[str, Callable[[Path], object]]:
         "export npz": lambda path: tc.export_cache(tc.open(path), out, "npz"),
         "export a join": lambda path: tc.export_cache(tc.join([tc.open(path)]), out, "npz"),
         "build": lambda path: tc.build(range(3), lambda items: items, out, reuse=path.parent, fingerprint={}),
+        "build of a cache": lambda path: tc.build(tc.open(path), lambda items: items, out, fingerprint={}),
         "resume": lambda path: tc.ShardWriter(path, resume=True),
     }
 

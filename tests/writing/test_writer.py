@@ -101,6 +101,15 @@ def test_shards_that_are_there(tmp_path: Path) -> None:
     assert not [name for name in names(tmp_path) if name.startswith(("a-002", "a-003"))]
 
 
+def test_the_index_of_a_deleted_shard(tmp_path: Path) -> None:
+    for value in (1, 2):
+        with tc.ShardWriter(tmp_path / "a.tar", footer=False, manifest=False) as sink:
+            sink.write("0", {"x": torch.tensor([value])})
+        assert [sample["x"].tolist() for sample in tc.open(tmp_path / "a.tar")] == [[value]]
+        tc.write_index(tmp_path / "a.tar")
+        (tmp_path / "a.tar").unlink()
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_shard_that_appears_meanwhile(tmp_path: Path, at: int, caplog: pytest.LogCaptureFixture) -> None:
     sink = tc.ShardWriter(tmp_path / "%d.tar", max_samples=1)

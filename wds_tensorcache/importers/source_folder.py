@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from wds_tensorcache.errors import FormatError, TensorCacheError
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import SHORTAGES
+from wds_tensorcache.storage.threads import computed_once
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 RECYCLED = 1 << 16  # smaller contents and arrays get ordinary memory
@@ -123,7 +123,7 @@ class SourceFolder:
         more = f", as {'is' if num_more == 1 else 'are'} {num_more:,} more" if num_more else ""
         return FormatError(f"{fault}{more}{_REMEDIES.get(fault, '')}").at(name)
 
-    @cached_property
+    @computed_once
     def by_suffix(self) -> dict[str, list[str]]:
         """Sorted names by last suffix. Suffixes are in lower case and begin with a dot; "" stands for no suffix."""
         names: dict[str, list[str]] = {}
@@ -131,7 +131,7 @@ class SourceFolder:
             names.setdefault(os.path.splitext(name)[1].lower(), []).append(name)
         return names
 
-    @cached_property
+    @computed_once
     def _all(self) -> frozenset[str]:
         return frozenset(self.names)
 

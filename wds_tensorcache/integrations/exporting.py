@@ -21,7 +21,7 @@ import torch
 
 from wds_tensorcache.codec.reference import RESERVED
 from wds_tensorcache.codec.tree import SEQUENCES, realize
-from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError
+from wds_tensorcache.errors import EncodeError, InvalidKeyError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.description import value_text
@@ -110,11 +110,7 @@ def export_cache(
     path = check_new(out, "choose another folder")
     if not isinstance(cache, Cache):
         raise TypeError(f"cache={cache!r:.200}, expected a cache: tc.open(…)")
-    if cache._left_out is not None:
-        raise FormatError(cache._left_out, kind="index")
-    for shard in _shards_of(cache):
-        if (unseen := shard.find_unseen(shard.index)) is not None:
-            raise unseen  # members after the shard's end, which readers do not see
+    cache._check_complete()
     export = _Export(cache, kind)
     with (
         new_folder(path, token=_identify(cache, kind)) as folder,

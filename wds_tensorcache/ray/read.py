@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -31,6 +31,7 @@ from wds_tensorcache.reading.collate import TENSOR_WAYS
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import by_shard, spread
 from wds_tensorcache.reading.schema import TensorSchema
+from wds_tensorcache.storage.threads import computed_once
 
 Array = np.ndarray[Any, Any]
 _NUM_EXAMINED = 64  # samples whose small values determine the types of columns
@@ -198,7 +199,7 @@ class TensorCacheDatasource(Datasource):  # type: ignore[misc]
         self._cache, self._nbytes, self._plan = cache, nbytes, plan
         self._projection_map: dict[str, str] | None = None
 
-    @cached_property
+    @computed_once
     def _reference(self) -> Any:
         return ray.put(self._cache)
 

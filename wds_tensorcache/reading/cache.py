@@ -20,6 +20,7 @@ from wds_tensorcache.codec.reference import resolve
 from wds_tensorcache.codec.tree import Wanted
 from wds_tensorcache.errors import (
     NUM_COMPARED,
+    FormatError,
     InvalidKeyError,
     TensorCacheError,
     format_count,
@@ -132,6 +133,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
         """Return the index of the first sample whose key is `value`, as `keys().index` does."""
         return self.keys().index(value, start, stop)
+
+    def count(self, value: Any) -> int:
+        """Return the number of samples whose key is `value`."""
+        return self.keys().count(value)
 
     @abstractmethod
     def keys(self) -> KeysView:
@@ -491,10 +496,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
         """Return the member `KEY.suffix` of each wanted sample that has it, by the sample's position in the batch."""
 
-    @property
-    def _left_out(self) -> str | None:
-        """Message about shards of the folder that the manifest does not list; None if it lists all shards."""
-        return None
+    def _check_complete(self) -> None:
+        """Raise FormatError if the manifest does not list all shards, or if a shard has members that readers do not see."""
 
     @abstractmethod
     def _paths(self) -> Iterator[str]: ...
@@ -664,9 +667,13 @@ class TensorCache(Cache[_Sample]):
             members.update(fetch(remote))
         return members
 
-    @property
-    def _left_out(self) -> str | None:
-        return self._store.left_out
+    def _check_complete(self) -> None:
+        if self._store.left_out is not None:
+            raise FormatError(self._store.left_out, kind="index")
+        self._store.load_indexes()
+        for shard in self._store.shards:
+            if (unseen := shard.find_unseen(shard.index)) is not None:
+                raise unseen
 
     def _paths(self) -> Iterator[str]:
         return (shard.path for shard in self._store.shards)

@@ -408,9 +408,9 @@ class JoinedCache(Cache[_Sample]):
             shapes = {prefix + name: shape for prefix, part in named for name, shape in part.shapes.items()}
             yield make_entry(parts[0].key, sum(part.nbytes for part in parts), shapes)
 
-    @property
-    def _left_out(self) -> str | None:
-        return next((cache._left_out for cache in self._caches if cache._left_out is not None), None)
+    def _check_complete(self) -> None:
+        for cache in self._caches:
+            cache._check_complete()
 
     def _paths(self) -> Iterator[str]:
         return chain.from_iterable(cache._paths() for cache in self._caches)

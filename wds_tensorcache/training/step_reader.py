@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
+# Imported before threads read batches: a child that is forked while a thread imports a module waits for it forever.
+import numpy.ma  # noqa: F401, np.unique imports it
 import torch
 
+import wds_tensorcache.reading.batch.assemble
+import wds_tensorcache.reading.remote_batches
+import wds_tensorcache.shards.load_index  # noqa: F401
 from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.choose import Alternatives, Randomness

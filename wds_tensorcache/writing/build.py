@@ -132,7 +132,7 @@ def build(
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
         ImportError: A url, or `progress=True`, needs a package that is not installed.
         FormatError: A finished or reused shard is damaged, or was changed during the call; or `source` is a cache, and
-            `tc.open` has warned that it leaves out shards of the folder.
+            `tc.open` has warned that it leaves out shards of the folder, or members of a shard.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 
     Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects
@@ -164,8 +164,8 @@ def build(
         raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if world_size > 1 and not options.get("footer", True):
         raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
-    if isinstance(source, Cache) and source._left_out is not None:
-        raise FormatError(source._left_out, kind="index")
+    if isinstance(source, Cache):
+        source._check_complete()
     _warn_of_members(source)
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size, records=on_error == "record")
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
@@ -221,7 +221,7 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
             check_same(path, index.fingerprint, fingerprint)
         except StaleCacheError as exc:
             raise StaleCacheError(
-                f"{exc}; pass the fingerprint of the old cache, or leave out reuse= to compute all samples"
+                f"{exc}; leave out reuse= to compute all samples, or pass the old fingerprint if its samples are still right"
             ) from exc
         if len(index.keys) and (list(index.caches) != [""] or index.caches[""].rows is not None):
             counts = {name: len(of) for name, of in index.caches.items()}

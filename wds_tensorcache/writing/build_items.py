@@ -383,6 +383,7 @@ def _open_without_cache(paths: list[Any]) -> TensorCache:
         path = max(cache._store.shards, key=len).path
         cache.close()
         raise ValueError(f"{path} has a cache already; pass tc.open(…) of the list to make a new cache of its samples")
+    cache._check_complete()
     return cache
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -32,6 +31,7 @@ from wds_tensorcache.storage.atomic import fsync_folder, remove_temporary, write
 from wds_tensorcache.storage.files import Files, ShardFile
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.output import Output
+from wds_tensorcache.storage.threads import computed_once
 from wds_tensorcache.writing.new_folder import new_folder
 
 Array = np.ndarray[Any, Any]
@@ -69,7 +69,7 @@ class OldShard:
         self.has_footer = read_trailer(file.read, file.nbytes, file.nbytes) is not None
         self.fingerprint = index.fingerprint
 
-    @cached_property
+    @computed_once
     def keys(self) -> Keys:
         """The keys with the prefix; raises InvalidKeyError if a reader would misread the name of a member."""
         if not self.prefix:
@@ -81,7 +81,7 @@ class OldShard:
             raws.append((self.prefix + key).encode())
         return Keys.of(raws)
 
-    @cached_property
+    @computed_once
     def members(self) -> MemberTable:
         """All members; raises FormatError unless the samples are in the order of the index, each with all its members."""
         members = self.index.members_in_order()
@@ -89,7 +89,7 @@ class OldShard:
             raise FormatError("the index does not list the samples in their order", kind="index").at(self.path)
         return members
 
-    @cached_property
+    @computed_once
     def ends(self) -> Array:
         """The byte offset at which each sample's last member ends, with its padding."""
         members = self.members

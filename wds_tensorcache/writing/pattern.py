@@ -46,6 +46,8 @@ class ShardPattern:
         self.folder, self.name = pattern.rpartition("/")[::2] if is_remote else os.path.split(pattern)
         if is_remote and self.folder.endswith(":/"):
             raise ValueError(f"{pattern}: expected a bucket and a folder or pattern, such as s3://bucket/cache")
+        if is_remote and set("*?[{") & set(self.folder):
+            raise ValueError(f"{pattern}: readers expand '*', '?', '[' and '{{' in urls; use another folder")
         self._pattern = pattern
         self.is_numbered = len(_NUMBER.findall(self.name)) == 1
         self._base, self._rank = _without_rank(self.name)

@@ -322,8 +322,12 @@ class ShardWriter:
             warnings.warn(f"{shown(path)}: {problem}; use a wider number, such as %06d", stacklevel=user_level())
         if self._dali_index and not folder.is_remote:
             check_replaceable(dali_index_path(path))
+        # without a footer, readers would take the sidecar of a deleted shard for the index of this one
+        stale = [] if self._footer else [sidecar_path(name)]
+        check_replaceable(*map(folder.locate, stale))
         shard = _UnfinishedShard(path, name, folder.new_file(name))
         self._unfinished.append(shard)
+        folder.delete(stale)
         self._number += 1
         return shard
 

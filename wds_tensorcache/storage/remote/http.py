@@ -356,6 +356,8 @@ def _refusal(response: Response, request: Request) -> Exception:
     if status in (404, 410):
         return request.missing_error()
     problem = f"the server responds with status {status}"
+    if status == 407:
+        problem = "the proxy responds with status 407; check the user name and password in http_proxy"
     if status in (401, 403):
         problem += "; check the credentials: of the url, a netrc file or HF_TOKEN; a signed url may have expired"
     return request.error(problem, status)

@@ -10,7 +10,6 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import Any, TypeVar
 
 from wds_tensorcache.errors import RemoteError
@@ -20,6 +19,7 @@ from wds_tensorcache.storage.remote.fetch import list_objects
 from wds_tensorcache.storage.remote.remote_file import read_whole
 from wds_tensorcache.storage.remote.retry import Request, TransientError
 from wds_tensorcache.storage.remote.stores import NO_CONDITIONS, NO_TAGS, StoreClient, Unmet
+from wds_tensorcache.storage.threads import computed_once
 from wds_tensorcache.storage.urls import bucket_and_key, check_writable, conceal, join_url, name_of, origin_of, shown
 
 # the longest object that one request stores, in bytes: S3 and its copies accept 5 GiB, Azure 5,000 MiB, Google 5 TiB
@@ -60,7 +60,7 @@ class ObjectFolder:
         self._is_checked = False  # whether the store is known to obey conditions
         self._cancel = retry.Cancel()
 
-    @cached_property
+    @computed_once
     def _client(self) -> StoreClient:
         """A client of this folder alone, because the environment may have been corrected since an earlier writer failed."""
         check_writable(self.path)

@@ -200,6 +200,8 @@ class StoreClient:
         try:
             result = self.call(request, lambda store, key: store.get(key, options=options))
         except Unmet:
+            # Azurite answers with 412 also if the object does not exist, for which this request has another error
+            self.call(request, lambda store, key: store.head(key))
             raise request.changed_error("the store has another version of it") from None
         return result, time.monotonic() - begun
 
