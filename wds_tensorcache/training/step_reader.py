@@ -11,7 +11,6 @@ import numpy.ma  # noqa: F401, np.unique imports it
 import torch
 
 import wds_tensorcache.reading.batch.assemble
-import wds_tensorcache.reading.remote_batches
 import wds_tensorcache.shards.load_index  # noqa: F401
 from wds_tensorcache.errors import TensorCacheError, add_note
 from wds_tensorcache.reading.batch_info import BatchInfo
