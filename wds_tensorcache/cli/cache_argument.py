@@ -1,4 +1,4 @@
-"""Arguments of commands that name a cache, a sample or a tensor."""
+"""Arguments of commands that name a cache or a sample."""
 
 from __future__ import annotations
 
