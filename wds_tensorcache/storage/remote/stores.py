@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from wds_tensorcache.storage.remote.pace import Pace
@@ -206,9 +205,12 @@ class StoreClient:
 
     def _body(self, result: Any, head_s: float, nbytes: int) -> memoryview:
         begun, content = self.pace.begin(head_s), memoryview(b"")
-        with suppress(Exception):  # obstore has many errors for a lost connection, whose texts may have signed urls
+        try:
             content = memoryview(result.bytes())
-        self.pace.end(begun, len(content))
+        except Exception:  # obstore has many errors for a lost connection, whose texts may have signed urls
+            content = memoryview(b"")
+        finally:
+            self.pace.end(begun, len(content))
         if len(content) != nbytes:
             raise TransientError("the body was cut short")
         check_cancelled()
