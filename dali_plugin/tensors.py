@@ -43,19 +43,13 @@ def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple
     Memory: aliases `values`, except for bools, and for arrays of outputs on a GPU, which are copied to the host. Tensors stay
         on the device of `values`.
     """
-    tensors, extra = {}, {}
-    for name, value in values.items():
-        carrier = carriers.get(name)
-        if carrier is None:
-            extra[name] = value
-        elif isinstance(value, list):
-            tensors[name] = [_restore(name, one, carrier) for one in value]
-        else:
-            tensors[name] = _restore(name, value, carrier)
-    return tensors, extra
+    tensors = {name: _restore(name, value, carriers[name]) for name, value in values.items() if name in carriers}
+    return tensors, {name: value for name, value in values.items() if name not in carriers}
 
 
 def _restore(name: str, value: Any, carrier: Carrier) -> Any:
+    if isinstance(value, list):
+        return [_restore(name, one, carrier) for one in value]
     if not isinstance(carrier.true, torch.dtype):
         value = value.cpu().numpy()
     if carrier.dtype.name == dtype_name(carrier.true):

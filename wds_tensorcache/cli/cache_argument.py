@@ -1,4 +1,4 @@
-"""Arguments of commands that name a cache, a sample or a tensor."""
+"""Arguments of commands that name a cache or a sample."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from typing import Any
 import click
 
 import wds_tensorcache as tc
-from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import flatten
-from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.storage.urls import is_url, shown
 
 
@@ -62,15 +59,6 @@ def sample_key(cache: tc.TensorCache, name: str) -> str:
         return safe
     cache[name]
     return name
-
-
-def find_tensor(sample: Any, key: str, name: str) -> Lazy:
-    """Return a tensor of a sample; raise KeyError with similar names if the sample has no such tensor."""
-    tensors = flatten(sample)
-    if name not in tensors:
-        raise KeyError(f"sample {key!r}: {unknown_name('tensor', name, tensors)}")
-    lazy: Lazy = tensors[name]
-    return lazy
 
 
 cache_argument = click.argument("path", metavar="CACHE", type=click.Path())

@@ -14,7 +14,6 @@ from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.errors import FormatError, StaleCacheError, format_count
 from wds_tensorcache.importers.formats import FORMATS
 from wds_tensorcache.importers.import_cache import import_cache
-from wds_tensorcache.writing.new_folder import check_local
 from wds_tensorcache.writing.writer import MAX_SAMPLES
 
 
@@ -97,8 +96,6 @@ def import_command(
     if len(paths) < 2:
         raise click.UsageError("expected a source and the folder OUT", context)
     *source, out = paths
-    for path in source:
-        check_local(path, "a source")
     options["fingerprint"] = {name: _json(value) for name, value in options["fingerprint"].items()}
     try:
         with output.progress("importing") as show:

@@ -89,7 +89,6 @@ def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
 
 
 def _recognize(form: Format, folder: SourceFolder) -> int:
-    """Return the number of files of a format in a folder."""
     try:
         if isinstance(form.files, re.Pattern):
             return len(list(filter(form.files.fullmatch, folder.names)))

@@ -95,7 +95,7 @@ class Faults(dict[str, str]):
             with naming(name):
                 yield
         except FormatError as exc:
-            self[name] = exc.reason
+            self[name] = str(exc).removeprefix(f"{name}: ")
 
 
 def one_or_all(names: set[str]) -> str | list[str]:

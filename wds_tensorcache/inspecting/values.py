@@ -209,11 +209,3 @@ def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -
         if sample is not None:
             sample.add(numbers)
     return statistics
-
-
-def measure_with_histogram(lazy: Lazy) -> ValueStatistics | None:
-    sample = ValueSample()
-    statistics = measure(lazy, sample)
-    if statistics is not None:
-        statistics.histogram = sample.make_histogram()
-    return statistics

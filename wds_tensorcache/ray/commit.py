@@ -62,8 +62,11 @@ def _marker(write: str) -> str:
     return f".ray-{write}.writing"
 
 
-def is_running(job: WriteJob) -> bool:
-    return folder_of(job.folder).read(_marker(job.id)) is not None
+def check_running(job: WriteJob) -> None:
+    # a late task must leave no shards
+    if folder_of(job.folder).read(_marker(job.id)) is None:
+        problem = "the write has ended, or this node sees another folder of this name"
+        raise RuntimeError(f"{shown(job.folder)}: {problem}; share the folder between all nodes")
 
 
 def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:

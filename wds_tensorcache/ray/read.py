@@ -100,9 +100,8 @@ def read_ray(
     plan = Plan(
         alternatives.schema_of(cache.schema),
         len(cache),
-        _find_value_kinds(cache, randomness) if values and not exact and len(cache) else {},
+        _find_value_kinds(cache, randomness) if values and not exact and len(cache) else None,
         exact,
-        values,
         tuple(cache.members),
         bool(cache.fingerprint),
         randomness,
@@ -132,7 +131,7 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
 
 
 def _find_value_kinds(cache: TensorCache[Any], randomness: Randomness) -> dict[str, str]:
-    numbers = np.array(list(spread(len(cache), _NUM_EXAMINED)), np.int64)
+    numbers = np.array(spread(len(cache), _NUM_EXAMINED), np.int64)
     rows = [describe_sample(sample)[1] for sample in _read_samples(cache._request_chosen(numbers, randomness))]
     return {name: value_kind(row.get(name) for row in rows) for name in dict.fromkeys(chain.from_iterable(rows))}
 
@@ -160,9 +159,8 @@ class Plan:
     Attributes:
         schema: Tensors that have columns, by name.
         count: Number of samples.
-        value_kinds: Known kinds of the columns of small values, by name.
+        value_kinds: Known kinds of the columns of small values, by name; None if small values have no columns.
         is_exact: True if the rows are exact.
-        has_values: True if small values have columns.
         members: Suffixes of the members outside caches, each of which has a column.
         is_described: True if the cache has a fingerprint.
         randomness: Choice of alternatives.
@@ -171,9 +169,8 @@ class Plan:
 
     schema: Mapping[str, TensorSchema]
     count: int
-    value_kinds: Mapping[str, str]
+    value_kinds: Mapping[str, str] | None
     is_exact: bool
-    has_values: bool
     members: tuple[str, ...]
     is_described: bool
     randomness: Randomness
@@ -303,12 +300,12 @@ def _carry(value: Any) -> Array | None:
 
 def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) -> dict[str, Any]:
     """Return the column of marks and the columns of small values. Leave out values with the name of a tensor."""
-    rows = list(map(describe_sample, samples))
-    names = dict.fromkeys((*plan.value_kinds, *chain.from_iterable(values for _, values, _ in rows)))
+    rows, declared = list(map(describe_sample, samples)), plan.value_kinds or {}
+    names = dict.fromkeys((*declared, *chain.from_iterable(values for _, values, _ in rows)))
     table = {
-        name: value_column([values.get(name) for _, values, _ in rows], plan.value_kinds.get(name, ""))
+        name: value_column([values.get(name) for _, values, _ in rows], declared.get(name, ""))
         for name in names
-        if plan.has_values and name not in plan.schema
+        if plan.value_kinds is not None and name not in plan.schema
     }
     objects = {name for name, column in table.items() if column.type == ArrowPythonObjectType()}
     texts = []

@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 
 from wds_tensorcache.arguments import check_options
 from wds_tensorcache.errors import TensorCacheError
-from wds_tensorcache.ray.commit import Mode, WriteJob, commit, delete_shards, is_running, start_write
+from wds_tensorcache.ray.commit import Mode, WriteJob, check_running, commit, delete_shards, start_write
 from wds_tensorcache.ray.rows import KEY, samples_of_block
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.reading.open_cache import open
@@ -23,7 +23,7 @@ from wds_tensorcache.shards.manifest import Manifest
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.urls import is_url, shown
+from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.pattern import ShardPattern
 from wds_tensorcache.writing.writer import MAX_SAMPLES, ShardWriter
 
@@ -148,45 +148,34 @@ class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
         return self._min_samples
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> list[str]:
-        # With the reading fused into this task, `ctx` and the schema are those of the whole operator.
-        return write_part(self._job, blocks, ctx.task_idx)
+        """Write blocks into new unlisted shards, and return their names; raise RuntimeError if the write has ended."""
+        job = self._job
+        check_running(job)
+        # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.
+        name = f"part-{job.number:03d}-{ctx.task_idx:06d}-{job.id}{secrets.token_hex(3)}-%06d.tar"
+        sink = ShardWriter(folder_of(job.folder).locate(name), manifest=False, **job.options)
+        try:
+            with sink:
+                for block in blocks:
+                    try:
+                        for key, sample, members in samples_of_block(
+                            block, job.key, job.options["fingerprint"] is not None, job.options["allow"]
+                        ):
+                            sink.write(key, sample, **members)
+                    except (TensorCacheError, KeyError) as exc:
+                        vars(exc)[_OWN_ARGS] = exc.args
+                        raise
+                    check_running(job)
+            check_running(job)
+        except BaseException:
+            if job.mode != "build":  # the driver, or the next build, takes the finished shards
+                delete_shards(sink._folder, _names(sink))
+            raise
+        return _names(sink)
 
     def on_write_complete(self, write_result: Any) -> None:
         self.names = [name for names in write_result.write_returns for name in names]
 
 
-def write_part(job: WriteJob, blocks: Iterable[Any], task: int) -> list[str]:
-    """Write blocks into new unlisted shards, and return their names; raise RuntimeError if the write has ended."""
-    _check_running(job)
-    # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.
-    name = f"part-{job.number:03d}-{task:06d}-{job.id}{secrets.token_hex(3)}-%06d.tar"
-    sink = ShardWriter(folder_of(job.folder).locate(name), manifest=False, **job.options)
-    try:
-        with sink:
-            for block in blocks:
-                try:
-                    for key, sample, members in samples_of_block(
-                        block, job.key, job.options["fingerprint"] is not None, job.options["allow"]
-                    ):
-                        sink.write(key, sample, **members)
-                except (TensorCacheError, KeyError) as exc:
-                    vars(exc)[_OWN_ARGS] = exc.args
-                    raise
-                _check_running(job)
-        _check_running(job)
-    except BaseException:
-        if job.mode != "build":  # the driver, or the next build, takes the finished shards
-            delete_shards(sink._folder, _names(sink))
-        raise
-    return _names(sink)
-
-
 def _names(sink: ShardWriter) -> list[str]:
     return [sink._pattern.shard_name(number) for number in range(sink._number)]
-
-
-def _check_running(job: WriteJob) -> None:
-    # a late task must leave no shards
-    if not is_running(job):
-        problem = "the write has ended, or this node sees another folder of this name"
-        raise RuntimeError(f"{shown(job.folder)}: {problem}; share the folder between all nodes")

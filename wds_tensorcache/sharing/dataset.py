@@ -34,11 +34,9 @@ from wds_tensorcache.reading.schema import (
 from wds_tensorcache.reading.store import Store
 from wds_tensorcache.sharing.batch import rows_of
 from wds_tensorcache.sharing.folder import base_folder, fingerprint_of, open_folder
-from wds_tensorcache.sharing.samples import LOCKS, Samples, SharedStats
-from wds_tensorcache.sharing.table import TABLE, create_table
+from wds_tensorcache.sharing.samples import Samples, SharedStats
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
-from wds_tensorcache.storage.owned import write_file
 from wds_tensorcache.storage.system import num_cores
 
 if TYPE_CHECKING:
@@ -128,12 +126,7 @@ class SharedDataset(Cache[Any]):
         self.name, self._fingerprint = name, fingerprint
         options, count = self._options, len(dataset)
         self._is_lazy = options["lazy"]
-
-        def create(path: str) -> None:
-            write_file(os.path.join(path, LOCKS))
-            create_table(os.path.join(path, TABLE), count)
-
-        folder = open_folder(base_folder(options["directory"]), name, fingerprint, options["persistent"], create)
+        folder = open_folder(base_folder(options["directory"]), name, fingerprint, options["persistent"])
         pool = Pool()
         try:
             allow = allow_table(options["allow"])

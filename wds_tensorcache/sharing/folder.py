@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ from wds_tensorcache.sharing.reaper import (
     remove_if_abandoned,
     start_reaper,
 )
+from wds_tensorcache.sharing.table import TABLE, create_table
 from wds_tensorcache.storage.locks import CAN_LOCK_RANGES, Flock, RangeLocks, locked_folder
 from wds_tensorcache.storage.owned import check_owner, open_owned, write_file
 from wds_tensorcache.storage.system import boot_id
 
+LOCKS = "locks"  # name of the file; byte i is the lock of sample i
 _SHARED_MEMORY = "/dev/shm"
 _NAME = re.compile(r"[\w-][\w .=+@-]*").fullmatch
 _MAX_NAME_NBYTES = 128  # in UTF-8
@@ -170,12 +172,10 @@ def read_head(path: str) -> dict[str, Any]:
     raise FormatError("the description of the samples is damaged; call tc.shared_clear", kind="damaged").at(where)
 
 
-def open_folder(
-    base: str, name: str, fingerprint: dict[str, Any], persistent: bool, create: Callable[[str], None]
-) -> SharedFolder:
+def open_folder(base: str, name: str, fingerprint: dict[str, Any], persistent: bool) -> SharedFolder:
     """Open the folder for a name, or create it, and hold it. Remove abandoned folders of all names.
 
-    `base` is a result of `base_folder`. `create` writes the files of a new folder.
+    `base` is a result of `base_folder`.
 
     Raises:
         InvalidKeyError: The name is not allowed.
@@ -193,7 +193,7 @@ def open_folder(
         # This process may be killed at any moment. So the reaper is there before the folder.
         with contextlib.nullcontext() if persistent else start_reaper(path):
             head = {"name": name, "fingerprint": fingerprint, "boot": boot_id()}
-            folder = _open(path) if os.path.lexists(path) else _create(path, head, create)
+            folder = _open(path) if os.path.lexists(path) else _create(path, head)
     stored = folder.head.get("fingerprint")
     if stored != fingerprint:
         folder.leave()
@@ -221,13 +221,14 @@ def _open(path: str) -> SharedFolder:
         raise
 
 
-def _create(path: str, head: dict[str, Any], create: Callable[[str], None]) -> SharedFolder:
+def _create(path: str, head: dict[str, Any]) -> SharedFolder:
     os.mkdir(path, 0o700)
     try:
         os.chmod(path, 0o700)  # a umask may have removed permissions
         write_file(os.path.join(path, HOLDERS))
         holders = _hold(path)
-        create(path)
+        write_file(os.path.join(path, LOCKS))
+        create_table(os.path.join(path, TABLE), head["fingerprint"]["length"])
         write_file(os.path.join(path, HEAD), json.dumps(head).encode())
     except BaseException:
         remove_folder(path)

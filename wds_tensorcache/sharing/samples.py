@@ -18,7 +18,7 @@ from wds_tensorcache.codec.sample import check_binding, decode_body, decode_memb
 from wds_tensorcache.codec.skeleton.template import Template
 from wds_tensorcache.codec.skeleton.types import Allowed
 from wds_tensorcache.errors import EncodeError, FormatError
-from wds_tensorcache.sharing.folder import SharedFolder, folder_holders
+from wds_tensorcache.sharing.folder import LOCKS, SharedFolder, folder_holders
 from wds_tensorcache.sharing.segments import Full, Members, Segments, SegmentSource
 from wds_tensorcache.sharing.table import TABLE, Table
 from wds_tensorcache.storage.locks import RangeLocks
@@ -28,7 +28,6 @@ Array = np.ndarray[Any, Any]
 # Parsed samples with large tensors and short skeletons are kept for the next hit; each takes up to tens of KB.
 _MAX_KEPT = 1 << 14
 _MAX_KEPT_NBYTES = 1 << 12  # of their skeletons
-LOCKS = "locks"  # name of the file; byte i is the lock of sample i
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import (
     cache_argument,
     cache_option,
-    find_tensor,
     key_argument,
     open_cache,
     sample_key,
@@ -25,10 +24,11 @@ from wds_tensorcache.cli.output import Output, json_option, plain
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
+from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.inspecting.plane import find_planes
 from wds_tensorcache.inspecting.text import number_text, tensor_text
 from wds_tensorcache.inspecting.tree import Node, describe_samples
-from wds_tensorcache.inspecting.values import ValueStatistics, as_numbers, measure_with_histogram
+from wds_tensorcache.inspecting.values import ValueSample, ValueStatistics, as_numbers, measure
 from wds_tensorcache.reading.description import value_text
 
 _NUM_MEASURED = 200  # tensors of a sample
@@ -61,10 +61,12 @@ def show_command(
     with open_cache(path, cache_name) as cache:
         key = sample_key(cache, key)
         sample = cache[key]
-        if tensor is not None:
-            _show_tensor(output, key, find_tensor(sample, key, tensor), maps)
-        else:
+        if tensor is None:
             _show_sample(output, cache, key, sample, maps)
+        elif tensor in (tensors := flatten(sample)):
+            _show_tensor(output, key, tensors[tensor], maps)
+        else:
+            raise KeyError(f"sample {key!r}: {unknown_name('tensor', tensor, tensors)}")
 
 
 def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, maps: bool) -> None:
@@ -125,10 +127,14 @@ def _tensor_lines(
 
 
 def _measure(key: str, lazy: Lazy) -> ValueStatistics | None:
+    numbers = ValueSample()
     try:
-        return measure_with_histogram(lazy)
+        values = measure(lazy, numbers)
     except tc.TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
+    if values is not None:
+        values.histogram = numbers.make_histogram()
+    return values
 
 
 def _preview(content: bytes) -> str:

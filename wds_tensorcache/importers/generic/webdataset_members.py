@@ -33,7 +33,7 @@ from typing import Any
 
 from wds_tensorcache.errors import FormatError, format_count, list_names
 from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.webdataset import decode
 from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key, split_member
@@ -88,29 +88,25 @@ def _kind(suffix: str) -> str:
 
 def _open(folder: SourceFolder) -> Source:
     tar_samples: list[tuple[ShardFile, str, str, dict[str, _Extent]]] = []  # tar, its name, key, members by suffix
-    bad: dict[str, str] = {}
+    bad = Faults()
     for name in folder.by_suffix.get(".tar", ()):
         samples: dict[str, dict[str, _Extent]] = {}
         key = ""
-        try:
-            with naming(name):
-                file = ShardFile(folder.locate(name))
-                scanner = Scanner(file.read, file.nbytes)
-                for member, begin, nbytes in scanner:
-                    key, suffix = _split(member)
-                    members = samples.setdefault(key, {})
-                    if suffix in members:
-                        raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
-                    members[suffix] = begin, begin + nbytes
-                hidden = find_header(file.read, scanner.end, file.nbytes)
-                if hidden is not None:
-                    bad[name] = str(hidden_members(scanner.end, hidden))
-                bad |= {
-                    f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links
-                }
-        except FormatError as exc:
-            bad[name] = str(exc).removeprefix(f"{name}: ")
-            samples.pop(key, None)  # the sample may lack members
+        with bad.of(name):
+            file = ShardFile(folder.locate(name))
+            scanner = Scanner(file.read, file.nbytes)
+            for member, begin, nbytes in scanner:
+                key, suffix = _split(member)
+                members = samples.setdefault(key, {})
+                if suffix in members:
+                    raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
+                members[suffix] = begin, begin + nbytes
+            key = ""
+            hidden = find_header(file.read, scanner.end, file.nbytes)
+            if hidden is not None:
+                bad[name] = str(hidden_members(scanner.end, hidden))
+            bad |= {f"{name}: {link}": "is a link to another member, which is not followed" for link in scanner.links}
+        samples.pop(key, None)  # of a damaged tar: the sample may lack members
         tar_samples += [(file, name, key, members) for key, members in samples.items()]
     doubles = [key for key, count in Counter(key for _, _, key, _ in tar_samples).items() if count > 1]
     notes = _note_stems([(key, members) for _, _, key, members in tar_samples])

@@ -22,7 +22,7 @@ import torch
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.generic.arrow_values import import_pyarrow, lists_of, value_of
 from wds_tensorcache.importers.generic.media import separate_media
-from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
+from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 _NUM_PROBED = 8  # files
@@ -45,11 +45,11 @@ def _has_tensors(folder: SourceFolder, name: str) -> bool:
 
 
 def _open(folder: SourceFolder) -> Source:
-    arrow = import_pyarrow()
+    import_pyarrow()
     import pyarrow.parquet
 
     rows: list[tuple[str, int, tuple[int, int], Any]] = []  # file, row in the file, (row group, row in the group), id
-    bad: dict[str, str] = {}
+    bad = Faults()
     tensors: set[str] = set()
 
     @lru_cache(_MAX_KEPT)
@@ -59,18 +59,15 @@ def _open(folder: SourceFolder) -> Source:
         return table
 
     for name in folder.by_suffix.get(".parquet", ()):
-        try:
-            with pyarrow.parquet.ParquetFile(folder.locate(name)) as file:
-                columns = file.schema_arrow.names
-                if not _tensors(columns):
-                    raise FormatError("no tensor has the columns X_bytes, X_shape and X_dtype")
-                tensors.update(_tensors(columns))
-                counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-                places = [(group, row) for group, count in enumerate(counts) for row in range(count)]
-                ids = file.read(["id"])["id"].to_pylist() if "id" in columns else [None] * len(places)
-                rows += [(name, number, *row) for number, row in enumerate(zip(places, ids, strict=True))]
-        except (arrow.ArrowException, OSError, ValueError) as exc:
-            bad[name] = f"is not a Parquet file of FastVideo: {exc!s:.200}"
+        with bad.of(name), pyarrow.parquet.ParquetFile(folder.locate(name)) as file:
+            columns = file.schema_arrow.names
+            if not _tensors(columns):
+                raise FormatError("no tensor has the columns X_bytes, X_shape and X_dtype")
+            tensors.update(_tensors(columns))
+            counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            places = [(group, row) for group, count in enumerate(counts) for row in range(count)]
+            ids = file.read(["id"])["id"].to_pylist() if "id" in columns else [None] * len(places)
+            rows += [(name, number, *row) for number, row in enumerate(zip(places, ids, strict=True))]
     ids = [row[-1] for row in rows]
     has_ids = all(ids) and len(set(ids)) == len(ids)
     samples = [

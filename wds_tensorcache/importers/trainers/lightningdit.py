@@ -54,7 +54,6 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _read_stats(folder: SourceFolder, name: str) -> dict[str, list[float]]:
-    """Return the mean and the standard deviation of each channel."""
     stats = load_torch(folder, name)
     if not isinstance(stats, dict) or stats.keys() != {"mean", "std"}:
         raise FormatError("expected a dict with 'mean' and 'std'")

@@ -89,7 +89,13 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "tensorcache", ""
 
     def do_GET(self) -> None:
-        self._answer(*self._respond())
+        status, content, kind = self._respond()
+        self.send_response(status)
+        for name, value in {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
 
     def _respond(self) -> tuple[int, bytes, str]:
         if not _NAMES.fullmatch(self.headers.get("Host", "")):
@@ -119,14 +125,6 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 return 400, b"a number is missing or out of range\n", "text/plain"
         return 200, as_json(answer).encode(), "application/json"
-
-    def _answer(self, status: int, content: bytes, kind: str) -> None:
-        self.send_response(status)
-        for name, value in {**_HEADERS, "Content-Type": f"{kind}; charset=utf-8"}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: the addresses of requests contain the token."""

@@ -34,18 +34,13 @@ _PIECE = 256 * 1024
 
 
 class Copy:
-    """A copy of an object in a temporary file without a name, in the folder `TMPDIR`."""
+    """The body of a response in a temporary file without a name, in the folder `TMPDIR`.
 
-    state: ObjectInfo
+    The argument `state` is None if the object's length is unknown.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> None:
         self._file = tempfile.TemporaryFile(prefix="tensorcache-", buffering=0)  # noqa: SIM115, closed below
-
-    def __del__(self) -> None:
-        self._file.close()
-
-    def fill(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> None:
-        """Copy the body of a response; `state` is None if the object's length is unknown."""
         piece, nbytes = memoryview(bytearray(_PIECE)), 0
         while count := response.read_into(piece):
             nbytes += count
@@ -54,6 +49,9 @@ class Copy:
         if state is not None and nbytes != state.nbytes:
             raise TransientError(f"the connection ended after {nbytes} of {state.nbytes} bytes")
         self.state = state or request.check(ObjectInfo(nbytes, tag))
+
+    def __del__(self) -> None:
+        self._file.close()
 
     def _write(self, piece: memoryview, request: Request) -> None:
         try:
@@ -105,10 +103,7 @@ class Copies:
         while not turn.acquire(timeout=TICK_S):
             check_cancelled()
         try:
-            copy = self.get(request.url, state)
-            if copy is None:
-                copy = Copy()
-                copy.fill(response, request, state, tag)
+            copy = self.get(request.url, state) or Copy(response, request, state, tag)
             with self._lock:
                 self._copies[request.url] = copy
                 while len(self._copies) > _MAX_COPIES:
