@@ -6,7 +6,6 @@ import gc
 import random
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import torch
 import dali_plugin
 import wds_tensorcache as tc
 from dali_plugin import TensorCacheSource
-from tests.children import run_in_child
+from tests.children import run_in_child, wait_until
 from tests.dali.conftest import COUNT
 from tests.dali.pipelines import pipeline
 from tests.reading.batches import write
@@ -120,10 +119,7 @@ def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str | None) -> 
         source = weakref.ref(iterator._source)
         assert name is None or cache._store.pool._leases
         del iterator, made
-        deadline = time.monotonic() + 10
-        while threads():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not threads())
         assert source() is None
         assert not cache._store.pool._leases
     finally:
