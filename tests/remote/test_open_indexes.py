@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.same import assert_same
@@ -88,10 +89,8 @@ def test_the_length_is_guessed_from_the_manifest(
 
 def test_a_long_index(http_server: HttpServer, put: Callable[..., str], tmp_path: Path) -> None:
     """An index that is longer than the first request takes a second one."""
-    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False) as sink:
-        for i in range(900):
-            sink.write(f"{i:04d}" + "k" * 80, {"x": i})
-    content = (tmp_path / "a-000000.tar").read_bytes()
+    path = write(tmp_path / "a.tar", {f"{i:04d}" + "k" * 80: {"x": i} for i in range(900)})
+    content = Path(path).read_bytes()
     url = put(a_tar=content)
     cache = tc.open(url)
     (first, second) = _log(http_server)
@@ -167,10 +166,8 @@ def test_no_suffix_ranges(http_server: HttpServer, put: Callable[..., str], shar
 
 def test_a_scan(http_server: HttpServer, put: Callable[..., str], bare: bytes, tmp_path: Path) -> None:
     """A shard without an index is read in large pieces."""
-    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False, footer=False) as sink:
-        for i in range(400):
-            sink.write(f"{i:04d}", {"x": i, "bytes": bytes(70_000)})
-    content = (tmp_path / "a-000000.tar").read_bytes()
+    path = write(tmp_path / "a.tar", [{"x": i, "bytes": bytes(70_000)} for i in range(400)], footer=False)
+    content = Path(path).read_bytes()
     url = put(a_tar=content)
     cache = tc.open(url)
     requests = http_server.log()
