@@ -18,28 +18,20 @@ from webdataset.gopen import gopen_schemes
 
 import wds_tensorcache as tc
 from tests.children import wait_until
+from tests.integrations.test_resumable import COUNT, write_shards
 from tests.reading.batches import write
 from tests.remote.servers.http_server import HttpServer, Request
 from tests.remote.servers.write_server import WriteServer
 from tests.shards.tars import build_with_tarfile, special
 
-SIZES = (5, 1, 7, 3, 4)
-COUNT = sum(SIZES)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-]  # torchdata inspects all of torch
+# torchdata inspects all of torch
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five shards; a sample takes about 40 KB."""
-    folder = tmp_path_factory.mktemp("streams")
-    numbers = iter(range(COUNT))
-    for shard, size in enumerate(SIZES):
-        with wds.TarWriter(str(folder / f"{shard}.tar"), encoder=tc.encoder(), mtime=0) as sink:
-            for i in [next(numbers) for _ in range(size)]:
-                sink.write({"__key__": f"{i:03d}", "tensorcache": {"x": torch.full((10_000,), i), "i": i}})
-    return folder
+    return write_shards(tmp_path_factory.mktemp("streams"), 10_000)
 
 
 @pytest.fixture
