@@ -61,6 +61,14 @@ def run_in_child(work: Callable[[], object], kill_after_s: float | None = None) 
     return finish([child])[0]
 
 
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition is true; fail after a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
 def limit_descriptors(num_free: int) -> None:
     """Let this process open only `num_free` more files, however many are open."""
     is_open = set(map(int, os.listdir("/dev/fd")))

@@ -14,6 +14,7 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.checking.broken_disk import break_disk
 from tests.hostile.pickles import little_memory
+from tests.reading.batches import write as write_samples
 from tests.shards.damage import faults, flip, member, members, sample, write
 from tests.shards.tars import BLOCK, FORMATS, ZOO, build, build_with_tarfile, halves
 
@@ -189,9 +190,7 @@ def test_members_that_need_what_verify_lacks(tmp_path: Path) -> None:
 
 
 def test_classes(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", allow=[Pose]) as writer:
-        for i in range(3):
-            writer.write(f"{i}", {"pose": Pose(i), "x": torch.ones(2)})
+    write_samples(tmp_path / "0.tar", {f"{i}": {"pose": Pose(i), "x": torch.ones(2)} for i in range(3)}, allow=[Pose])
     report = tc.verify(tmp_path)
     assert report.ok, report
     assert report.num_unread == 3
@@ -210,9 +209,8 @@ def test_classes(tmp_path: Path) -> None:
 
 
 def test_large_samples_in_little_memory(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as writer:
-        for i in range(3):
-            writer.write(f"{i}", {"video": torch.full((4 << 20,), i).half()}, mp4=bytes(3 << 20))
+    samples = {f"{i}": {"video": torch.full((4 << 20,), i).half()} for i in range(3)}
+    write_samples(tmp_path / "0.tar", samples, lambda i: {"mp4": bytes(3 << 20)})
     assert faults(tmp_path) == []
     with little_memory(3 << 20):
         assert tc.verify(tmp_path, num_threads=1).ok

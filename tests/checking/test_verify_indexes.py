@@ -227,9 +227,7 @@ def test_shards_that_have_changed_places_are_no_copies(tmp_path: Path) -> None:
 
 def test_repeated_keys_with_other_bytes_are_no_copy(tmp_path: Path) -> None:
     path = write(tmp_path / "a", 6, per_shard=3)
-    with tc.ShardWriter(path, fsync=False, overwrite=True) as writer:
-        for key in ("003", "004", "005"):
-            writer.write(key, {"text": f"another {key}"})
+    write_samples(path, {key: {"text": f"another {key}"} for key in ("003", "004", "005")}, overwrite=True)
     os.truncate(path, path.stat().st_size - 200)
     report = tc.repair(tmp_path / "a", tmp_path / "out")
     assert (report.num_repeated, report.num_samples_written) == (3, 6)

@@ -22,7 +22,7 @@ import sys
 import termios
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
@@ -94,6 +94,12 @@ class Server:
         process = self._context.Process(target=_become, args=args)
         process.start()
         return Process(process)
+
+    @contextlib.contextmanager
+    def running(self, *arguments: object, cwd: Path) -> Iterator[tuple[Process, Output]]:
+        """Start a command without input, whose stdout and stderr are one file."""
+        with open(os.devnull) as null, Output() as said:
+            yield self.start(list(map(str, arguments)), (null.fileno(), said.fileno, said.fileno), cwd), said
 
     def run(
         self,

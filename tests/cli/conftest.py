@@ -13,6 +13,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.commands import Result, Server, the_server
+from tests.reading.batches import write
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
@@ -42,7 +43,7 @@ def on_terminal(server: Server, tmp_path: Path) -> Callable[..., Result]:
 
 def make_sample(i: int) -> dict[str, Any]:
     ramp = torch.linspace(-1, 1, 16 * 16).reshape(1, 16, 16)
-    sample: dict[str, Any] = {
+    return {
         "latents": torch.cat([ramp * (i + 1), ramp.transpose(1, 2)]).bfloat16(),
         "text": {"states": torch.full((3 + i % 2, 40), 0.5 + i), "mask": torch.arange(6) < 4},
         "size": (64, 48),
@@ -50,17 +51,14 @@ def make_sample(i: int) -> dict[str, Any]:
         "prompt": f"photo {i}",
         "zeros": torch.zeros(100),
     }
-    return sample
 
 
 @pytest.fixture(scope="session")
 def _cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("caches") / "cache"
-    with tc.ShardWriter(folder / "%d.tar", max_samples=4, fsync=False, fingerprint={"model": "vae"}) as sink:
-        for i in range(10):
-            sink.write(
-                tc.safe_key(f"photos/{i:03d} a"), make_sample(i), json={"label": i}, jpg=b"\xff\xd8\xff" + bytes(20)
-            )
+    samples = {tc.safe_key(f"photos/{i:03d} a"): make_sample(i) for i in range(10)}
+    options: Any = {"max_samples": 4, "fingerprint": {"model": "vae"}}
+    write(folder / "%d.tar", samples, lambda i: {"json": {"label": i}, "jpg": b"\xff\xd8\xff" + bytes(20)}, **options)
     return folder
 
 
@@ -79,7 +77,6 @@ def hostile(tmp_path: Path) -> Path:
         "list": [HOSTILE, {HOSTILE: (HOSTILE,)}],
         "array": np.array([HOSTILE, "b"]),
     }
-    with tc.ShardWriter(tmp_path / "hostile" / "0.tar", fsync=False, fingerprint={HOSTILE: HOSTILE}) as sink:
-        sink.write("a", sample, txt=HOSTILE)
-        sink.write("b", sample, txt=HOSTILE)
+    fingerprint = {HOSTILE: HOSTILE}
+    write(tmp_path / "hostile/0.tar", {"a": sample, "b": sample}, lambda i: {"txt": HOSTILE}, fingerprint=fingerprint)
     return tmp_path / "hostile"

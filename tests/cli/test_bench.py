@@ -13,6 +13,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.reading.batches import write
 
 QUICK = ("--seconds", 0)  # one batch a run
 NAMES = ["copies in memory", "raw reads", "read_batch", "Loader"]
@@ -32,10 +33,7 @@ def sample(i: int) -> dict[str, Any]:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    with tc.ShardWriter(tmp_path / "cache", max_samples=9, fsync=False) as sink:
-        for i in range(25):
-            sink.write(f"k{i:03d}", sample(i), txt=b"x")
-    return tmp_path / "cache"
+    return Path(write(tmp_path / "cache", [sample(i) for i in range(25)], lambda i: {"txt": b"x"}, max_samples=9))
 
 
 def test_rates(cache: Path) -> None:
@@ -73,31 +71,24 @@ def test_a_part_of_a_large_cache(cache: Path) -> None:
 
 
 def test_tensors_of_several_dtypes_are_left_out(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
-        for i, text in enumerate(("a", "ab", "abc")):
-            sink.write(f"{i}", {"x": torch.ones(8), "text": np.array(text)})
-    done = run("bench", tmp_path / "cache", *QUICK, "--json")
+    cache = write(tmp_path, [{"x": torch.ones(8), "text": np.array(text)} for text in ("a", "ab", "abc")])
+    done = run("bench", cache, *QUICK, "--json")
     assert "differ between samples: 'text'" in done.stderr
     assert json.loads(done.stdout)["nbytes_used"] == 3 * 32
 
 
 def test_tensors_that_shorter_lists_lack_are_left_out(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
-        for i in range(5):
-            sink.write(f"{i}", {"x": torch.ones(8), "texts": [torch.ones(2) for _ in range(1 + i % 3)]})
-    done = run("bench", tmp_path / "cache", *QUICK, "--json")
+    texts = [[torch.ones(2) for _ in range(1 + i % 3)] for i in range(5)]
+    done = run("bench", write(tmp_path, [{"x": torch.ones(8), "texts": each} for each in texts]), *QUICK, "--json")
     assert "the lengths of their lists differ between samples: 'texts.1', 'texts.2'" in done.stderr
     assert json.loads(done.stdout)["nbytes_used"] == 5 * 40
 
 
 def test_refusals(cache: Path, tmp_path: Path) -> None:
     """Samples that cannot form batches, no tensors, several caches, and wrong options."""
-    with tc.ShardWriter(tmp_path / "mixed", fsync=False) as sink:
-        for i in range(4):
-            sink.write(f"k{i}", {"x": torch.ones(4, dtype=torch.int64 if i % 3 == 0 else torch.float32)})
-    assert "tensor 'x'" in run("bench", tmp_path / "mixed", *QUICK, status=1).stderr
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"text": "no tensor"}, **{"text.tensorcache": {"y": torch.ones(99)}})
+    mixed = write(tmp_path / "mixed", [{"x": torch.ones(4, dtype=dtype)} for dtype in (torch.int64, torch.float32)])
+    assert "tensor 'x'" in run("bench", mixed, *QUICK, status=1).stderr
+    write(tmp_path / "0.tar", [{"text": "no tensor"}], lambda i: {"text.tensorcache": {"y": torch.ones(99)}})
     assert "'text'" in run("bench", tmp_path / "0.tar", *QUICK, status=2).stderr
     assert "no samples with tensors" in run("bench", tmp_path / "0.tar", *QUICK, "--cache", "", status=2).stderr
     assert json_of("bench", tmp_path / "0.tar", *QUICK, "--cache", "text")["nbytes_used"] == 99 * 4

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import tarfile
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.children import run_in_child
+from tests.children import run_in_child, wait_until
 from tests.cli.command import json_of, run
 from tests.cli.commands import Output, Process, the_server
 from tests.cli.conftest import HOSTILE
@@ -234,13 +233,8 @@ def test_wrong_usage(tmp_path: Path) -> None:
 @contextmanager
 def running(tmp_path: Path, count: int, *arguments: object) -> Iterator[tuple[Process, Output]]:
     """Start a command; continue when a hidden folder has some finished shards, or OUT is there."""
-    with Output() as output, open(os.devnull) as null:
-        files = null.fileno(), output.fileno, output.fileno
-        process, until = the_server().start(list(map(str, arguments)), files, Path.cwd()), time.monotonic() + 60
-        while time.monotonic() < until and len(list(tmp_path.glob(".out.*.tmp/*.tar"))) < count:
-            if (tmp_path / "out").exists():
-                break
-            time.sleep(0.0005)
+    with the_server().running(*arguments, cwd=Path.cwd()) as (process, output):
+        wait_until(lambda: len(list(tmp_path.glob(".out.*.tmp/*.tar"))) >= count or (tmp_path / "out").exists())
         yield process, output
 
 

@@ -10,6 +10,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.reading.batches import write
 from tests.shards.tars import build_with_tarfile, halves
 
 KEYS = [f"k{i}" for i in range(6)]
@@ -17,10 +18,8 @@ KEYS = [f"k{i}" for i in range(6)]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with tc.ShardWriter(tmp_path / "in", max_samples=2, fsync=False) as sink:
-        for i, key in enumerate(KEYS):
-            sink.write(key, {"x": torch.full((1000,), float(i)), "i": i})
-    return tmp_path / "in"
+    samples = {key: {"x": torch.full((1000,), float(i)), "i": i} for i, key in enumerate(KEYS)}
+    return Path(write(tmp_path / "in" / "%06d.tar", samples, max_samples=2)).parent
 
 
 def damage(shard: Path) -> None:
@@ -107,9 +106,7 @@ def test_files_that_are_no_keys(folder: Path, tmp_path: Path) -> None:
 
 
 def test_drop_by_original_name(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "in", fsync=False) as sink:
-        for name in ("photo (1).v2", "photo (2).v2"):
-            sink.write(tc.safe_key(name), {"x": 1})
+    write(tmp_path / "in", {tc.safe_key(name): {"x": 1} for name in ("photo (1).v2", "photo (2).v2")})
     run("drop", tmp_path / "in", tmp_path / "out", "photo (1).v2")
     assert list(tc.open(tmp_path / "out").keys()) == [tc.safe_key("photo (2).v2")]
 

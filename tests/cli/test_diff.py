@@ -12,6 +12,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.cli.conftest import HOSTILE
+from tests.reading.batches import write as write_samples
 from tests.shards.tars import build_with_tarfile
 
 
@@ -26,9 +27,7 @@ def sample(i: int) -> dict[str, Any]:
 
 
 def write(folder: Path, samples: dict[str, Any], **members: Any) -> Path:
-    with tc.ShardWriter(folder, max_samples=2, fsync=False) as sink:
-        for key, value in samples.items():
-            sink.write(key, value, **members)
+    write_samples(folder / "%06d.tar", samples, lambda i: members, max_samples=2)
     return folder
 
 
@@ -153,8 +152,7 @@ def test_values_of_any_depth(tmp_path: Path) -> None:
 def test_a_key_that_occurs_twice(tmp_path: Path) -> None:
     for name, numbers in (("a", (1, 2)), ("b", (1, 3)), ("c", (1,))):
         for i in numbers:
-            with tc.ShardWriter(tmp_path / name / f"{i}.tar", fsync=False) as sink:
-                sink.write("k", {"x": torch.tensor(numbers[0] if i == numbers[0] else i)})
+            write_samples(tmp_path / name / f"{i}.tar", {"k": {"x": torch.tensor(i)}})
     found = json_of("diff", tmp_path / "a", tmp_path / "b", status=1)
     assert (found["num_equal"], found["num_changed"]) == (1, 1)
     found = json_of("diff", tmp_path / "a", tmp_path / "c", status=1)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import configparser
-import io
 import os
 import re
 import select
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +19,9 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.commands import Output, Result, Server
 from tests.cli.conftest import HOSTILE
+from tests.reading.batches import write
 from tests.remote.servers.http_server import HttpServer
+from tests.shards.tars import build_with_tarfile
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).parent.parent.parent
@@ -137,10 +137,7 @@ def _not_a_tar(cache: Path) -> None:
 
 def _only_members(cache: Path) -> None:
     _empty(cache)
-    with tarfile.open(cache / "0.tar", "w") as archive:
-        member = tarfile.TarInfo("a.jpg")
-        member.size = 3
-        archive.addfile(member, io.BytesIO(b"abc"))
+    (cache / "0.tar").write_bytes(build_with_tarfile([("a.jpg", b"abc")]))
 
 
 @pytest.mark.parametrize(
@@ -274,10 +271,8 @@ def _run_into(server: Server, folder: Path, arguments: list[str], stdout: int) -
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a shard of which each command prints more than a pipe holds."""
     folder = tmp_path_factory.mktemp("large")
-    with tc.ShardWriter(folder / "0.tar", fsync=False) as sink:
-        for i in range(4000):
-            sink.write(f"{i:050d}", {"x": torch.zeros(1)})
-        sink.write("a", {f"{i}": torch.zeros(300) for i in range(180)} | {"x": torch.zeros(1 << 18)})
+    wide = {f"{i}": torch.zeros(300) for i in range(180)} | {"x": torch.zeros(1 << 18)}
+    write(folder / "0.tar", {f"{i:050d}": {"x": torch.zeros(1)} for i in range(4000)} | {"a": wide})
     return folder
 
 
@@ -383,8 +378,7 @@ def test_a_dark_and_a_bright_end(on_terminal: Run, tmp_path: Path) -> None:
     """The first pixel of a ramp has the darkest color, the last one the brightest, NaN is red."""
     ramp = torch.arange(8.0).repeat(2, 1)
     ramp[0, 3] = float("nan")
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"x": torch.cat([ramp] * 4)})
+    write(tmp_path / "0.tar", {"a": {"x": torch.cat([ramp] * 4)}})
     found = on_terminal("show", "0.tar", "a", COLORTERM="truecolor").stdout.decode()
     pixels = re.findall(r"\x1b\[38;2;(\d+);(\d+);(\d+)(?:;48;2;[\d;]+)?m▀", found)
     assert pixels[0] == ("68", "1", "84")

@@ -13,9 +13,9 @@ import safetensors.numpy
 import safetensors.torch
 import torch
 
-import wds_tensorcache as tc
 from tests.cli.commands import Result
 from tests.cli.conftest import make_sample
+from tests.reading.batches import write
 
 Run = Callable[..., Result]
 KEY = "photos/003%20a"
@@ -118,8 +118,7 @@ def test_stats(run: Run, cache: Path, hostile: Path) -> None:
 
 def test_json_has_each_list_of_numbers_on_one_line(run: Run, tmp_path: Path) -> None:
     numbers = [float("nan"), 1.5, float("-inf"), float("inf")]
-    with tc.ShardWriter(tmp_path, fsync=False) as sink:
-        sink.write("a", {"x": torch.tensor([numbers, numbers[::-1]]), "list": numbers, "texts": ["NaN", "nan"]})
+    write(tmp_path, {"a": {"x": torch.tensor([numbers, numbers[::-1]]), "list": numbers, "texts": ["NaN", "nan"]}})
     line = b'["NaN", 1.5, "-Infinity", "Infinity"]'
     for name in ("x", "list"):
         assert line in run("cat", tmp_path, "a", name, "--json").stdout
@@ -163,8 +162,7 @@ def test_cat_every_dtype(run: Run, tmp_path: Path) -> None:
         "scalar": torch.tensor(1.5),
         "nan": torch.tensor([float("nan"), -float("inf")]),
     }
-    with tc.ShardWriter(tmp_path / "c.tar", fsync=False) as sink:
-        sink.write("a", values)
+    write(tmp_path / "c.tar", {"a": values})
     for name, value in values.items():
         tensor = value.view(torch.uint8) if name == "f8" else value
         plain = value if isinstance(value, np.ndarray) else tensor.numpy()
@@ -196,8 +194,7 @@ def test_show_single_values_and_texts(run: Run, tmp_path: Path) -> None:
         "prompt": np.array("a \x1b cat"),
         "date": np.array(["2020-01-01"], "M8[D]"),
     }
-    with tc.ShardWriter(tmp_path / "c.tar", fsync=False) as sink:
-        sink.write("a", values | {"meta": {"size": 3}})
+    write(tmp_path / "c.tar", {"a": values | {"meta": {"size": 3}}})
     shown = run("show", "c.tar", "a").out
     for line in ("score  f32[]  1.5\n", "1 NaN\n", "(numpy)  'a \\x1b cat'\n", "2020, 1, 1"):
         assert line in shown
@@ -208,8 +205,8 @@ def test_show_single_values_and_texts(run: Run, tmp_path: Path) -> None:
 
 
 def test_several_caches_in_a_shard(run: Run, tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"x": torch.zeros(2)}, **{"text.tensorcache": {"y": torch.ones(3)}})
+    members = {"text.tensorcache": {"y": torch.ones(3)}}
+    write(tmp_path / "0.tar", {"a": {"x": torch.zeros(2)}}, lambda i: members)
     refused = run("ls", "0.tar")
     assert refused.status == 2
     assert "'text'" in refused.err
@@ -218,8 +215,7 @@ def test_several_caches_in_a_shard(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_sample_without_a_container(run: Run, tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", torch.zeros(20, 20))
+    write(tmp_path / "0.tar", {"a": torch.zeros(20, 20)})
     found = run("show", "0.tar", "a")
     assert found.status == 0
     assert "f32[20, 20]" in found.out

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import wds_tensorcache as tc
+from tests.children import wait_until
 from tests.cli.browser import Browser
 from tests.cli.command import json_of, run
 from tests.cli.commands import Output, the_server
@@ -69,9 +69,7 @@ def _served(folder: Path) -> Iterator[PageServer]:
         arguments = ["view", str(folder), "--serve", "--no-open", "--json", "--samples", str(-(-len(cache) // 2))]
     with Output() as output, Output() as errors, open(os.devnull) as null:
         process = the_server().start(arguments, (null.fileno(), output.fileno, errors.fileno), Path.cwd())
-        deadline = time.monotonic() + 60
-        while not output.read().endswith(b"\n") and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: output.read().endswith(b"\n"))
         url = json.loads(output.read())["url"]
         address = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{32})", url)
         assert address

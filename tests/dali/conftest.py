@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import wds_tensorcache as tc
+from tests.reading.batches import write
 
 COUNT = 20
 DTYPES = (
@@ -44,13 +43,5 @@ def sample(i: int) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("dali")
-    with tc.ShardWriter(path / "%d.tar", max_samples=7, fsync=False) as sink:
-        for i in range(COUNT):
-            sink.write(f"{i:03d}", sample(i), bin=b"member %d" % i)
+    write(path / "%d.tar", [sample(i) for i in range(COUNT)], lambda i: {"bin": b"member %d" % i}, max_samples=7)
     return path
-
-
-@pytest.fixture
-def cache(folder: Path) -> Iterator[Any]:
-    with tc.open(folder) as opened:
-        yield opened

@@ -18,6 +18,7 @@ import dali_plugin
 import wds_tensorcache as tc
 from tests.dali.conftest import COUNT, sample
 from tests.dali.pipelines import pipeline, unbatched
+from tests.reading.batches import write
 from tests.same import assert_same
 
 
@@ -113,12 +114,8 @@ def test_shards_of_other_writers(folder: Path, tmp_path: Path) -> None:
 
 def test_unaligned_tensors_of_other_layouts(tmp_path: Path) -> None:
     """Samples in which a tensor before it moves it to another place, which is not a multiple of its elements."""
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        for i in range(8):
-            sink.write(
-                str(i),
-                {"a": torch.zeros(i % 2 * 3, dtype=torch.int8), "z": torch.full((2,), i, dtype=torch.complex128)},
-            )
+    tensors = [(torch.zeros(i % 2 * 3).to(torch.int8), torch.full((2,), i).to(torch.complex128)) for i in range(8)]
+    write(tmp_path, [{"a": a, "z": z} for a, z in tensors], max_samples=8)
     batch = next(reader(tmp_path, 8))
     assert [len(a) for a in batch["a"]] == [0, 3] * 4
     assert torch.equal(batch["z"], torch.arange(8)[:, None].expand(8, 2).to(torch.complex128))
@@ -127,9 +124,8 @@ def test_unaligned_tensors_of_other_layouts(tmp_path: Path) -> None:
 
 
 def test_mistakes(folder: Path, cache: Any, tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"x": torch.ones(1)}, bin=b"")
-        sink.write("b", {"x": torch.ones(1), "mask": torch.ones(1)})
+    samples = [{"x": torch.ones(1)}, {"x": torch.ones(1), "mask": torch.ones(1)}]
+    write(tmp_path, samples, lambda i: {} if i else {"bin": b""})
     for source, options, error, message in (
         (folder, {"tensors": ["scalr"]}, KeyError, "unknown tensor 'scalr'; there are 'scalar'"),
         (cache[2:], {}, ValueError, "is a view of some samples"),
@@ -154,14 +150,11 @@ def test_mistakes(folder: Path, cache: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_named", [False, True])
 def test_stale_indexes_are_not_used(tmp_path: Path, is_named: bool) -> None:
 
-    def write(count: int) -> Path:
-        with tc.ShardWriter(tmp_path / "0.tar", fsync=False, overwrite=True) as sink:
-            for i in range(count):
-                sink.write(str(i), {"x": np.arange(3), "i": i})
-        return tmp_path / "0.idx"
+    def index_of(count: int) -> str:
+        samples = {str(i): {"x": np.arange(3), "i": i} for i in range(count)}
+        return Path(write(tmp_path / "0.tar", samples, overwrite=True)).with_suffix(".idx").read_text()
 
-    stale = write(3).read_text()
-    good = write(5).read_text()
+    stale, good = index_of(3), index_of(5)
     for text in (stale, good.replace("safetensors 1536", "safetensors 2048"), good.replace("152", "136"), "v1.2 5", ""):
         (tmp_path / "0.idx").write_text(text)
         options = {"index_paths": [tmp_path / "0.idx"]} if is_named else {}

@@ -16,6 +16,7 @@ import wds_tensorcache as tc
 from tests.children import run_in_child
 from tests.dali.conftest import COUNT, DTYPES, sample
 from tests.dali.pipelines import dali, pipeline, unbatched
+from tests.reading.batches import write
 from tests.same import assert_same
 
 LATENT = "tensors.float32"
@@ -39,8 +40,7 @@ def test_every_dtype_comes_back_and_stays(cache: Any, nodes: str, depth: Any) ->
 @pytest.mark.parametrize("exec_dynamic", [False, True])
 def test_empty_tensors_come_back(tmp_path: Path, exec_dynamic: bool) -> None:
     empty = {name: torch.empty(2, 0, dtype=getattr(torch, name)) for name in DTYPES}
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("0", empty)
+    write(tmp_path, [empty])
     empty_pipeline = pipeline(lambda: dali_plugin.fn.tensorcache(tmp_path), exec_dynamic=exec_dynamic)
     assert_same(empty, unbatched(next(dali_plugin.TensorCacheIterator(empty_pipeline)), 0, empty))
 
@@ -126,10 +126,9 @@ def test_joined_caches_and_views_with_repeated_samples(cache: Any, tmp_path: Pat
     view = cache[[*range(3)] * 2]
     made = pipeline(lambda: dali_plugin.fn.tensorcache(view, ["scalar"]))
     assert [i for batch in dali_plugin.TensorCacheIterator(made) for i in batch["id"]] == [0, 1, 2] * 2
-    with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:
-        for key in reversed(list(cache.keys())):
-            sink.write(key, {"caption": torch.tensor([int(key)]), "words": f"number {int(key)}"})
-    captions = tc.open(tmp_path)
+    keys = reversed(list(cache.keys()))
+    texts = {key: {"caption": torch.tensor([int(key)]), "words": f"number {int(key)}"} for key in keys}
+    captions = tc.open(write(tmp_path, texts))
     for joined, names in (
         (tc.join([cache, captions]), ["scalar", "caption"]),
         (tc.join({"a": cache, "b": captions}), ["a.scalar", "b.caption"]),
@@ -209,10 +208,7 @@ def test_a_misspelled_output_warns(cache: Any) -> None:
 
 def test_bfloat16_that_operators_compute_with(tmp_path: Path) -> None:
     values = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(4, -1).view(torch.bfloat16)  # every one there is
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        for i in range(4):
-            sink.write(str(i), {"x": values[i], "i": i})
-    with tc.open(tmp_path) as cache:
+    with tc.open(write(tmp_path, [{"x": values[i], "i": i} for i in range(4)])) as cache:
         batch = next(
             dali_plugin.TensorCacheIterator(pipeline(lambda: dali_plugin.fn.tensorcache(cache, as_float=["x"]), 4))
         )
@@ -255,10 +251,8 @@ def test_without_dali() -> None:
 
 def test_pipelines_that_share_a_source(tmp_path: Path) -> None:
     """Each pipeline has its own layouts, dtypes and order of iterations, as if the source or stream were its own."""
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        for i in range(8):
-            image, text = torch.arange(12.0).view(1, 3, 4), torch.full((3,), float(i)).bfloat16()
-            sink.write(str(i), {"image": image, "text": text, "i": i})
+    image = torch.arange(12.0).view(1, 3, 4)
+    write(tmp_path, [{"image": image, "text": torch.full((3,), float(i)).bfloat16(), "i": i} for i in range(8)])
 
     def made(source: Any, **options: Any) -> Any:
         def nodes() -> Any:
@@ -269,7 +263,6 @@ def test_pipelines_that_share_a_source(tmp_path: Path) -> None:
 
     source = dali_plugin.TensorCacheSource(tmp_path, batch_size=4)
     ways: list[dict[str, Any]] = [{"layouts": {"image": "CHW"}}, {}, {"as_float": ["text"]}, {"as_float": ["text"]}]
-    image = torch.arange(12.0).view(1, 3, 4)
     for begin, batches in zip((0, 4), zip(*[made(source, **way) for way in ways], strict=True), strict=True):
         texts = torch.arange(begin, begin + 4.0)[:, None].expand(4, 3)
         for batch, way in zip(batches, ways, strict=True):

@@ -6,7 +6,6 @@ import gc
 import random
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,10 @@ import torch
 import dali_plugin
 import wds_tensorcache as tc
 from dali_plugin import TensorCacheSource
-from tests.children import run_in_child
+from tests.children import run_in_child, wait_until
 from tests.dali.conftest import COUNT
 from tests.dali.pipelines import pipeline
+from tests.reading.batches import write
 
 
 def request(source: Any, epoch: int, iteration: int) -> Any:
@@ -48,18 +48,14 @@ def test_any_requests(cache: Any, num_threads: int, num_ahead: int) -> None:
 
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_errors_come_with_their_batch_and_again(tmp_path: Path, num_threads: int) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        for i in range(20):
-            sink.write(f"{i:02d}", {"x": torch.ones(1)} | ({"y": torch.ones(1)} if i != 13 else {}))
-    with tc.open(tmp_path) as cache:
+    samples = [{"x": torch.ones(1)} | ({"y": torch.ones(1)} if i != 13 else {}) for i in range(20)]
+    with tc.open(write(tmp_path, samples)) as cache:
         choose = {"x": ["x"]}  # with alternatives, each batch is checked
         source = TensorCacheSource(cache, batch_size=2, choose=choose, prefetch_batches=4, num_threads=num_threads)
         for iteration in (*range(10), *range(10)):
             if iteration == 6:
                 for _ in range(2):
-                    with pytest.raises(
-                        tc.BatchError, match="sample '13' has no tensor 'y', but DALI needs it .*; leave"
-                    ):
+                    with pytest.raises(tc.BatchError, match="sample '013' has no tensor 'y', but DALI needs .*; leave"):
                         request(source, 0, iteration)
             else:
                 assert len(request(source, 0, iteration)[-1]) == 2
@@ -123,10 +119,7 @@ def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str | None) -> 
         source = weakref.ref(iterator._source)
         assert name is None or cache._store.pool._leases
         del iterator, made
-        deadline = time.monotonic() + 10
-        while threads():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not threads())
         assert source() is None
         assert not cache._store.pool._leases
     finally:

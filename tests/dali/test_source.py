@@ -12,6 +12,7 @@ import torch
 import wds_tensorcache as tc
 from dali_plugin import TensorCacheSource
 from tests.dali.conftest import COUNT
+from tests.reading.batches import write
 
 
 def numbers_of(epoch: int, source: TensorCacheSource) -> list[int]:
@@ -104,9 +105,7 @@ def test_names_and_members_alone(cache: Any) -> None:
 
 
 def test_dtypes_that_have_no_node(tmp_path: Any) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"x": torch.ones(2), "y": torch.ones(2)})
-        sink.write("b", {"x": torch.ones(2, dtype=torch.int8), "y": torch.ones(2)})
+    write(tmp_path, [{"x": torch.ones(2, dtype=dtype), "y": torch.ones(2)} for dtype in (torch.float32, torch.int8)])
     with pytest.raises(TypeError, match=r"tensor 'x' is torch.float32 and torch.int8 in different samples"):
         TensorCacheSource(tmp_path, batch_size=2)
     with pytest.raises(TypeError, match="as_float takes bfloat16 tensors, but 'y' is torch.float32"):
@@ -116,11 +115,8 @@ def test_dtypes_that_have_no_node(tmp_path: Any) -> None:
 
 
 def test_tensors_and_members_that_some_samples_lack(tmp_path: Any) -> None:
-    with tc.ShardWriter(f"{tmp_path}/%d.tar", fsync=False) as sink:
-        for i in range(4):
-            member = {"jpg": b"x"} if i else {}
-            sink.write(f"{i}", {"x": torch.tensor([i]), "mask": torch.ones(1 + i) if i % 2 else None, "i": i}, **member)
-    with tc.open(tmp_path) as cache:
+    samples = [{"x": torch.tensor([i]), "mask": torch.ones(1 + i) if i % 2 else None, "i": i} for i in range(4)]
+    with tc.open(write(tmp_path, samples, lambda i: {"jpg": b"x"} if i else {})) as cache:
         source = TensorCacheSource(cache, ["x"], batch_size=4)
         x, number = source(SimpleNamespace(epoch_idx=0, iteration=0))
         batch, _ = source.nest({"x": x, "number": number})

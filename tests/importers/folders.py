@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.same import assert_same, tensor_bytes
+from tests.shards.tars import build_with_tarfile
 
 
 class Gadget:
@@ -64,12 +64,8 @@ def save(value: Any, path: Path) -> Any:
 def write_tar(path: Path, members: dict[str, Any]) -> None:
     """Write a tar of members, which are bytes, or arrays for `numpy.save`."""
     path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        for name, content in members.items():
-            raw = content if isinstance(content, bytes) else saved(content, numpy=True)
-            member = tarfile.TarInfo(name)
-            member.size = len(raw)
-            archive.addfile(member, io.BytesIO(raw))
+    contents = [(name, raw if isinstance(raw, bytes) else saved(raw, numpy=True)) for name, raw in members.items()]
+    path.write_bytes(build_with_tarfile(contents))
 
 
 def imported(source: Path, out: Path, **options: Any) -> tuple[dict[str, Any], Any]:

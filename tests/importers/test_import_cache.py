@@ -22,6 +22,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.importers.folders import Gadget, imported, saved, write_files, write_tar
+from tests.reading.batches import write
 
 NAMES = [f"photo {i:04d}" for i in range(6)]
 
@@ -34,9 +35,8 @@ def folder(tmp_path: Path) -> Path:
 
 def npz_with(*names: str, content: bytes, level: int = 0) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(
-        out, "w", zipfile.ZIP_DEFLATED if level else zipfile.ZIP_STORED, compresslevel=level
-    ) as archive:
+    kind = zipfile.ZIP_DEFLATED if level else zipfile.ZIP_STORED
+    with zipfile.ZipFile(out, "w", kind, compresslevel=level) as archive:
         for name in names:
             archive.writestr(name, content)
     return out.getvalue()
@@ -165,9 +165,7 @@ def test_links_of_the_hub(tmp_path: Path) -> None:
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     """Reading a snapshot of a cache needs no copy; what replaces a file of it replaces the link, not the blob."""
-    with tc.ShardWriter(tmp_path / "cache", max_samples=2) as sink:
-        for number in range(5):
-            sink.write(f"{number}", {"x": torch.full((3,), number)})
+    write(tmp_path / "cache" / "%06d.tar", [{"x": torch.full((3,), number)} for number in range(5)], max_samples=2)
     tc.write_index(tmp_path / "cache" / "000001.tar")  # a sidecar
     files = {path.name: path.read_bytes() for path in (tmp_path / "cache").iterdir() if path.name[0] != "."}
     snapshot = save_to_hub(tmp_path / "datasets--a--b", files)
@@ -190,8 +188,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
         with tc.open(snapshot) as cache:
             assert cache.read_batch([4, 0])["x"][:, 0].tolist() == [4, 0]
     assert (snapshot / "000000.tar").is_symlink()
-    with tc.ShardWriter(snapshot, overwrite=True) as sink:
-        sink.write("new", {"x": torch.zeros(3)})
+    write(snapshot / "%06d.tar", {"new": {"x": torch.zeros(3)}}, overwrite=True)
     assert identities() == before
 
 
@@ -267,11 +264,9 @@ def test_a_file_that_was_deleted(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_folder_with_another_cache(tmp_path: Path, resume: bool) -> None:
     np.save(tmp_path / "0.npy", np.zeros(3))
-    with tc.ShardWriter(tmp_path / "out" / "train-%06d.tar") as sink:
-        sink.write("a", {"x": 1})
-    with pytest.raises(
-        FileExistsError, match=r"train-000000\.tar is not a shard of this import; choose another folder"
-    ):
+    write(tmp_path / "out" / "train-%06d.tar", [{"x": 1}])
+    message = r"train-000000\.tar is not a shard of this import; choose another folder"
+    with pytest.raises(FileExistsError, match=message):
         tc.import_cache(tmp_path / "0.npy", tmp_path / "out", resume=resume)
     assert len(tc.open(tmp_path / "out")) == 1
     tc.import_cache(tmp_path / "0.npy", tmp_path / "out" / "val-%06d.tar", resume=resume)  # chosen by name

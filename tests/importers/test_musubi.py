@@ -183,11 +183,11 @@ def test_wrong_contents(tmp_path: Path) -> None:
         assert_left_out(tmp_path / "in", "a_0512x0512_wan.safetensors", message, "b")
 
 
-def save_audio(folder: Path, stem: str, length: int, arch: str = "ltx2") -> dict[str, torch.Tensor]:
+def save_audio(folder: Path, stem: str, length: int) -> dict[str, torch.Tensor]:
     """Write the sound of a video as forks for LTX-2 do; return its tensors by the names that they must get."""
     latents, lengths = torch.randn(8, length, 16).bfloat16(), torch.tensor(length - 1, dtype=I32)
     tensors = {f"audio_latents_{length}x16x8_bfloat16": latents, "audio_lengths_int32": lengths}
-    save(folder / f"{stem}_{arch}_audio.safetensors", tensors, "ltx2_v1")
+    save(folder / f"{stem}_ltx2_audio.safetensors", tensors, "ltx2_v1")
     return {"audio_latents": latents, "audio_lengths": lengths}
 
 

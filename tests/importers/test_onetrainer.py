@@ -41,21 +41,15 @@ def text_item(i: int) -> dict[str, Any]:
     return {"tokens_1": torch.arange(77) + i, "text_encoder_2_hidden_state": torch.randn(5 + i, 32).half()}
 
 
-def write_concept(
-    cache: Path, concept: str, count: int, num_images: int = 1, num_texts: int = 1
-) -> list[dict[str, Any]]:
-    """Write the cache of a concept; return its samples, with a list of all variations of each part."""
+def write_concept(cache: Path, concept: str, count: int, num_texts: int = 1) -> list[dict[str, Any]]:
+    """Write the cache of a concept; return its samples, with a list of all variations of the text."""
     aggregate = [image_entry(concept, i) for i in range(count)]
-    images = [[image_item(i) for i in range(count)] for _ in range(num_images)]
+    images = [image_item(i) for i in range(count)]
+    write_variation(cache, "image", concept, 0, images, aggregate)
     texts = [[text_item(i) for i in range(count)] for _ in range(num_texts)]
-    for number, items in enumerate(images):
-        write_variation(cache, "image", concept, number, items, aggregate)
     for number, items in enumerate(texts):
         write_variation(cache, "text", concept, number, items, [{} for _ in items])
-    return [
-        {"image": [{**each[i], **aggregate[i]} for each in images], "text": [each[i] for each in texts]}
-        for i in range(count)
-    ]
+    return [{"image": {**images[i], **aggregate[i]}, "text": [each[i] for each in texts]} for i in range(count)]
 
 
 def test_images_and_texts_are_joined(tmp_path: Path) -> None:
@@ -64,7 +58,7 @@ def test_images_and_texts_are_joined(tmp_path: Path) -> None:
     assert (report.format, report.ok, report.unused) == ("onetrainer", True, [])
     assert list(found) == ["photo 0", "photo 1", "photo 2"]
     for i, sample in enumerate(expected):
-        assert_same({"image": sample["image"][0], "text": sample["text"][0]}, found[f"photo {i}"])
+        assert_same({"image": sample["image"], "text": sample["text"][0]}, found[f"photo {i}"])
     images, texts = (group_key("/data/cats", 7, False, {"kind": kind}) for kind in ("image", "text"))
     assert report.fingerprint["joined"] == {f"image/{images}": f"text/{texts}"}
 
@@ -76,7 +70,7 @@ def test_several_concepts_and_variations(tmp_path: Path) -> None:
     assert (report.ok, report.num_written) == (True, 5)
     for concept, samples in (("cats", cats), ("dogs", dogs)):
         for i, sample in enumerate(samples):
-            assert_same({"image": sample["image"][0], "text": sample["text"]}, found[f"{concept}/sub/photo {i}"])
+            assert_same({"image": sample["image"], "text": sample["text"]}, found[f"{concept}/sub/photo {i}"])
 
 
 def test_ambiguous_concepts_are_not_joined(tmp_path: Path) -> None:
@@ -89,7 +83,7 @@ def test_ambiguous_concepts_are_not_joined(tmp_path: Path) -> None:
     for concept, samples in (("cats", cats), ("dogs", dogs)):
         text = group_key(f"/data/{concept}", 7, False, {"kind": "text"})
         for i, sample in enumerate(samples):
-            assert_same({"image": sample["image"][0]}, found[f"{concept}/sub/photo {i}"])
+            assert_same({"image": sample["image"]}, found[f"{concept}/sub/photo {i}"])
             assert_same({"text": sample["text"][0]}, found[f"text/{text}/{i}"])
 
 

@@ -10,9 +10,8 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,13 @@ import numpy as np
 import pytest
 
 import wds_tensorcache as tc
-from tests.children import limit_descriptors, run_in_child
+from tests.children import limit_descriptors, run_in_child, wait_until
 from tests.cli.command import json_of, run
 from tests.cli.commands import Output, Process, the_server
 from tests.importers.folders import write_files
 from tests.kills import compare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are forked on Linux alone")
-_PATIENCE_S = 60
 
 
 @contextmanager
@@ -58,13 +56,6 @@ def is_alive(pid: int) -> bool:
         with suppress(FileNotFoundError, ProcessLookupError):
             states.append(Path(stat).read_text().rpartition(")")[2].split()[0])
     return any(state not in "ZX" for state in states)
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.0005)
 
 
 @pytest.mark.parametrize(
@@ -130,25 +121,30 @@ def send(number: signal.Signals, *pids: int) -> None:
             os.kill(pid, number)
 
 
+def have_written(pid: int) -> bool:
+    """Return whether two workers of an import have written: before, a stopped worker does not end with its parent."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # a worker has ended
+        counts = [Path(f"/proc/{worker}/io").read_text() for worker in children_of(pid)]
+        return len(counts) == 2 and not any("wchar: 0\n" in text for text in counts)
+    return True
+
+
 @contextmanager
 def stopped_import(source: Path, out: Path) -> Iterator[tuple[Process, list[int], Output]]:
-    """Start an import of 200 files of 80 KB, and stop its workers when they have begun to work."""
-    with ExitStack() as stack:
-        null = stack.enter_context(open(os.devnull))
-        said, err = stack.enter_context(Output()), stack.enter_context(Output())
-        arguments = ["import", str(source), str(out), "--resume", "--max-samples", "4"]
-        for _ in range(20):
-            process = the_server().start(arguments, (null.fileno(), said.fileno, err.fileno), source)
-            wait_until(lambda: list(out.glob("*.tar")) or not is_alive(process.pid))  # noqa: B023 called here
+    """Start an import of 200 files of 80 KB, and stop its workers when both have written."""
+    arguments = ["import", source, out, "--resume", "--max-samples", 4]
+    for _ in range(20):
+        with the_server().running(*arguments, cwd=source) as (process, said):
+            wait_until(lambda: have_written(process.pid) or not is_alive(process.pid))
             workers = children_of(process.pid)
             send(signal.SIGSTOP, *workers)
             if len(workers) == 2 and len(list(out.glob("*.tar"))) < 30:
-                yield process, workers, err
+                yield process, workers, said
                 return
             send(signal.SIGCONT, *workers)  # this process was not scheduled in time
             assert process.wait() == 0
             shutil.rmtree(out)
-        pytest.fail("20 imports ended before their workers were stopped")
+    pytest.fail("20 imports ended before their workers were stopped")
 
 
 def long(*values: Any) -> Any:
@@ -157,13 +153,11 @@ def long(*values: Any) -> Any:
 
 def test_interrupt_while_workers_start(tmp_path: Path) -> None:
     source = write_files(tmp_path / "in", 200)
-    with open(os.devnull) as null, Output() as said, Output() as err:
-        arguments = ["import", str(source), str(tmp_path / "out"), "--max-samples", "4"]
-        process = the_server().start(arguments, (null.fileno(), said.fileno, err.fileno), source)
+    with the_server().running("import", source, tmp_path / "out", "--max-samples", 4, cwd=source) as (process, said):
         wait_until(lambda: children_of(process.pid) or not is_alive(process.pid))
         send(signal.SIGINT, process.pid, *children_of(process.pid))
         assert process.wait() == 130
-        assert "Traceback" not in err.read().decode()
+        assert b"Traceback" not in said.read()
 
 
 @pytest.mark.parametrize(
@@ -180,13 +174,13 @@ def test_interrupt_while_workers_start(tmp_path: Path) -> None:
 def test_signals(tmp_path: Path, number: signal.Signals, victim: str, status: int, message: str) -> None:
     """All processes end, also stopped ones; an interrupt of a terminal reaches all, and the parent decides."""
     source = write_files(tmp_path / "in", 200, width=5000)
-    with stopped_import(source, tmp_path / "out") as (process, workers, err):
+    with stopped_import(source, tmp_path / "out") as (process, workers, output):
         victims = {"first": workers[:1], "second": workers[1:], "parent": [process.pid]}
         send(number, *victims.get(victim, [*workers, process.pid]))
         if status != -signal.SIGKILL:
             send(signal.SIGCONT, *workers)
         assert process.wait() == status
-        said = err.read().decode()
+        said = output.read().decode()
     wait_until(lambda: not any(map(is_alive, workers)))
     assert message in said
     assert "Traceback" not in said

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import tarfile
-import time
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,9 +20,11 @@ import torch
 import webdataset as wds
 
 import wds_tensorcache as tc
+from tests.children import wait_until
 from tests.cli.command import json_of, run
-from tests.cli.commands import Output, the_server
+from tests.cli.commands import the_server
 from tests.importers.folders import imported
+from tests.reading.batches import write as write_samples
 from tests.same import assert_same
 from tests.shards.tars import build_with_tarfile, halves
 
@@ -40,10 +41,10 @@ def nested(i: int) -> dict[str, Any]:
     }
 
 
-def write(folder: Path, samples: dict[str, Any], **members: Any) -> Path:
-    with tc.ShardWriter(folder, fsync=False) as sink:
-        for name, sample in samples.items():
-            sink.write(tc.safe_key(name), sample, **members)
+def write(folder: Path, samples: dict[str, Any], members: Any = lambda i: {}, **same: Any) -> Path:
+    """Write samples by names; `members` returns those of a sample with a number, and all have the members `same`."""
+    named = {tc.safe_key(name): sample for name, sample in samples.items()}
+    write_samples(folder / "%06d.tar", named, lambda i: members(i) | same)
     return folder
 
 
@@ -61,9 +62,7 @@ def files_in(folder: Path) -> list[Path]:
 @pytest.fixture
 def samples(tmp_path: Path) -> dict[str, Any]:
     made = {f"dir/photo ({i})": nested(i) for i in range(4)}
-    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
-        for number, (name, sample) in enumerate(made.items()):
-            sink.write(tc.safe_key(name), sample, **({"jpg": b"\xff\xd8", "json": {"i": number}} if number % 2 else {}))
+    write(tmp_path / "cache", made, lambda i: {"jpg": b"\xff\xd8", "json": {"i": i}} if i % 2 else {})
     return made
 
 
@@ -246,10 +245,8 @@ def test_a_tar_with_a_key_twice(tmp_path: Path) -> None:
 def test_samples_whose_files_would_have_one_name(tmp_path: Path) -> None:
     """By their members, as a folder of another sample, by case, or by the form of accents."""
     names = ["a", "a.v2", "b/c", "b.pt/c", "b", "\u00e9", "e\u0301", "\u00c9", "A.V2"]
-    with tc.ShardWriter(tmp_path / "cache", fsync=False) as sink:
-        for i, name in enumerate(names):
-            more = {} if i else {"v2.txt": b"0", "v2.pt": b"0"}
-            sink.write(tc.safe_key(name), {"x": torch.tensor(i)}, txt=str(i), **more)
+    samples = {name: {"x": torch.tensor(i)} for i, name in enumerate(names)}
+    write(tmp_path / "cache", samples, lambda i: {"txt": str(i)} | ({} if i else {"v2.txt": b"0", "v2.pt": b"0"}))
     assert json_of("export", tmp_path / "cache", tmp_path / "out")["num_written"] == len(names)
     files = files_in(tmp_path / "out")
     assert len(files) == 2 * len(names) + 2
@@ -276,6 +273,14 @@ def test_folders_that_are_refused(tmp_path: Path, samples: dict[str, Any], monke
         tc.export_cache(str(tmp_path), tmp_path / "new", "pt")  # type: ignore[arg-type]
 
 
+def is_large(folder: Path) -> bool:
+    nbytes = 0
+    for path in folder.glob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a temporary file gets its name in this moment
+            nbytes += path.stat().st_size
+    return nbytes > 1e6
+
+
 @pytest.mark.parametrize(
     ("kind", "signum"), [("webdataset", signal.SIGKILL), ("pt", signal.SIGINT), ("npz", signal.SIGKILL)]
 )
@@ -284,12 +289,8 @@ def test_an_export_that_ends_early(tmp_path: Path, kind: str, signum: int) -> No
     cache = write(tmp_path / "cache", {f"k{i:03d}": {"x": torch.full((15_000,), i)} for i in range(300)}, txt="a cat")
     for attempt in range(20):  # an export may be complete before the signal arrives
         out = tmp_path / f"out{attempt}"
-        with open(os.devnull) as null, Output() as said:
-            outputs = (null.fileno(), said.fileno, said.fileno)
-            process = the_server().start(["export", str(cache), str(out), "--as", kind], outputs, tmp_path)
-            until = time.monotonic() + 60
-            while time.monotonic() < until and not any(_nbytes_in(path) for path in tmp_path.glob(f".{out.name}.*")):
-                time.sleep(0.001)
+        with the_server().running("export", cache, out, "--as", kind, cwd=tmp_path) as (process, _):
+            wait_until(lambda: out.exists() or any(map(is_large, tmp_path.glob(f".{out.name}.*"))))  # noqa: B023
             os.kill(process.pid, signum)
             if process.wait() != 0:
                 break
@@ -329,14 +330,6 @@ def test_members_that_change_before_an_export_continues(tmp_path: Path) -> None:
     with tc.open(write(tmp_path / "edited", samples, txt="a dog")) as cache:
         assert tc.export_cache(cache, tmp_path / "out", "pt").num_present == 0
     assert {path.read_text() for path in (tmp_path / "out").glob("*.txt")} == {"a dog"}
-
-
-def _nbytes_in(folder: Path) -> int:
-    nbytes = 0
-    for path in folder.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # a temporary file gets its name in this moment
-            nbytes += path.stat().st_size
-    return nbytes > 1e6
 
 
 def test_a_shared_dataset_that_changes_before_an_export_continues(tmp_path: Path) -> None:

@@ -21,20 +21,23 @@ import wds_tensorcache as tc
 
 SIZES = (5, 1, 7, 3, 4)
 COUNT = sum(SIZES)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-]  # torchdata inspects all of torch
+# torchdata inspects all of torch
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+
+
+def write_shards(folder: Path, numel: int = 3) -> Path:
+    """Write shards of `SIZES` samples with webdataset's own writer; their keys and values are numbers in order."""
+    numbers = iter(range(COUNT))
+    for shard, size in enumerate(SIZES):
+        with wds.TarWriter(str(folder / f"{shard}.tar"), encoder=tc.encoder(), mtime=0) as sink:
+            for i in [next(numbers) for _ in range(size)]:
+                sink.write({"__key__": f"{i:03d}", "tensorcache": {"x": torch.full((numel,), i), "i": i}})
+    return folder
 
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("resumable")
-    numbers = iter(range(COUNT))
-    for shard, size in enumerate(SIZES):
-        with wds.TarWriter(str(folder / f"{shard}.tar"), encoder=tc.encoder()) as sink:
-            for i in [next(numbers) for _ in range(size)]:
-                sink.write({"__key__": f"{i:03d}", "tensorcache": {"x": torch.full((3,), i), "i": i}})
-    return [str(folder / f"{shard}.tar") for shard in range(len(SIZES))]
+    return list(map(str, sorted(write_shards(tmp_path_factory.mktemp("resumable")).iterdir())))
 
 
 def number(item: Any) -> list[int]:

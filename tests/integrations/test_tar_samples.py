@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 import wds_tensorcache as tc
+from tests.shards.tars import FORMATS, build_with_tarfile, special
 
 
 def read(*urls: Any, **options: Any) -> list[dict[str, Any]]:
@@ -41,19 +42,11 @@ def write(path: Path, name: str, count: int = 3, text: str = "") -> Path:
     return path
 
 
-def tar_of(members: list[tuple[str, bytes, bytes]], kind: int, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=kind, **options) as tar:
-        for name, type_, content in members:
-            info = tarfile.TarInfo(name)
-            info.type, info.size = type_, len(content)
-            info.linkname = "0.txt" if type_ in (tarfile.LNKTYPE, tarfile.SYMTYPE) else ""
-            tar.addfile(info, io.BytesIO(content))
-    return stream.getvalue()
-
-
-def tar_of_files(files: list[tuple[str, bytes]]) -> bytes:
-    return tar_of([(name, tarfile.REGTYPE, content) for name, content in files], tarfile.PAX_FORMAT)
+def tar_of(members: list[tuple[str, bytes, bytes]], kind: int) -> bytes:
+    """Return a tar of members with names, types and contents."""
+    links = dict.fromkeys((tarfile.LNKTYPE, tarfile.SYMTYPE), "0.txt")
+    infos = [special(name, type_, linkname=links.get(type_, ""))[0] for name, type_, _ in members]
+    return build_with_tarfile([(info, content) for info, (*_, content) in zip(infos, members, strict=True)], kind)
 
 
 @pytest.fixture
@@ -137,7 +130,7 @@ def test_truncated_shards_never_mix(shards: list[Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize("at", [0, 1])
 def test_members_with_reserved_names(tmp_path: Path, suffix: str, at: int) -> None:
     path = tmp_path / "a.tar"
-    path.write_bytes(tar_of_files([(name, b"1") for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]]))
+    path.write_bytes(build_with_tarfile([(name, b"1") for name in ["a.txt"] * at + [f"a.{suffix}", "a.json"]]))
     with pytest.raises(tc.FormatError, match="a name that webdataset reserves"):
         list(tc.tarfile_to_samples()([{"url": str(path)}]))
     expected = {"__key__": "a", "__url__": str(path), "json": b"1"} | ({"txt": b"1"} if at else {})
@@ -167,7 +160,7 @@ class Dribble(io.RawIOBase):
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=5), st.booleans())
 def test_short_reads(sizes: list[int], is_compressed: bool) -> None:
-    raw = tar_of_files([(f"{i}.bin", bytes([i]) * (i * 700)) for i in range(5)])
+    raw = build_with_tarfile([(f"{i}.bin", bytes([i]) * (i * 700)) for i in range(5)])
     raw = gzip.compress(raw) if is_compressed else raw
     stage = tc.tarfile_to_samples(select_files=lambda name: name != "3.bin")
     found = {sample["__key__"]: sample["bin"] for sample in stage([{"url": "x", "stream": Dribble(raw, sizes)}])}
@@ -177,7 +170,7 @@ def test_short_reads(sizes: list[int], is_compressed: bool) -> None:
 def test_handlers_of_members(tmp_path: Path) -> None:
     paths = [tmp_path / "0.tar", tmp_path / "1.tar"]
     for path, names in zip(paths, (["a.x", "a.y", "a.x", "b.x", "c.x"], ["d.x"]), strict=True):
-        path.write_bytes(tar_of_files([(name, b"") for name in names]))
+        path.write_bytes(build_with_tarfile([(name, b"") for name in names]))
     assert [sample["__key__"] for sample in read(*paths, handler=wds.ignore_and_continue)] == ["a", "b", "c", "d"]
     assert read(*paths, handler=wds.ignore_and_stop) == []
 
@@ -206,7 +199,6 @@ def test_abandoned_pipes_are_killed(shards: list[Path]) -> None:
 
 # --- any tar by `tarfile`: the samples of webdataset's own stage ---
 
-FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 TYPES = [
     tarfile.REGTYPE,
     tarfile.AREGTYPE,
@@ -291,7 +283,7 @@ def test_content_of_folders() -> None:
 
 def test_bad_samples_are_left_out() -> None:
     def tar(*names: str) -> bytes:
-        return tar_of_files([(name, b"" if "0" in name else b"1") for name in names])
+        return build_with_tarfile([(name, b"" if "0" in name else b"1") for name in names])
 
     for order in (["b.txt", "b.__bad__"], ["b.__bad__", "b.txt"], ["b.__BAD__"]):
         found = assert_as_webdataset(tar("a.txt", *order, "c.txt"))

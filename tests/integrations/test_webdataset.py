@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
 import pickle
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +18,12 @@ from torch.utils.data import DataLoader
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.same import assert_same
+from tests.shards.tars import build_with_tarfile
 
 
 def read(path: str, *stages: Any, **options: Any) -> list[dict[str, Any]]:
     source = wds.SimpleShardList(path)
     return list(wds.DataPipeline(source, wds.tarfile_to_samples(), *stages, tc.decode(**options)))
-
-
-def write_members(path: Path, members: list[tuple[str, bytes]]) -> str:
-    with tarfile.open(path, "w") as tar:
-        for name, raw in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(raw)
-            tar.addfile(member, io.BytesIO(raw))
-    return str(path)
 
 
 def test_round_trip(shard: str) -> None:
@@ -110,8 +100,9 @@ def broken(tmp_path: Path, how: str) -> str:
         "damaged": [("k.skel.pyd", a[:-3] + b"\x00.."), ("k.safetensors", b)],
         "cut": [("k.skel.pyd", a), ("k.safetensors", b[:-1])],
     }
-    members = [*cases[how], ("l.safetensors", d), ("l.skel.pyd", c)]
-    return write_members(tmp_path / "bad.tar", members)
+    path = tmp_path / "bad.tar"
+    path.write_bytes(build_with_tarfile([*cases[how], ("l.safetensors", d), ("l.skel.pyd", c)]))
+    return str(path)
 
 
 def test_an_error_closes_the_shard(tmp_path: Path) -> None:

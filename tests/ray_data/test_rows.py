@@ -18,6 +18,7 @@ from ray.data.block import BlockAccessor
 
 import wds_tensorcache as tc
 from tests.ray_data.conftest import in_order
+from tests.reading.batches import write
 from tests.same import assert_same
 from tests.strategies import TORCH_DTYPES, arrays, samples, tensors
 
@@ -64,10 +65,8 @@ DICTS = st.dictionaries(
 )
 def test_columns_are_the_samples_or_refused(first: Any, second: Any, batch_format: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        with tc.ShardWriter(f"{folder}/cache", fsync=False) as sink:
-            sink.write("0", first)
-            sink.write("1", second)
-        (task,) = tc.ray.read_ray(f"{folder}/cache")._logical_plan.dag.datasource.get_read_tasks(1)
+        cache = write(f"{folder}/cache", [first, second])
+        (task,) = tc.ray.read_ray(cache)._logical_plan.dag.datasource.get_read_tasks(1)
         (table,) = task()
         for row, sample in zip(rows_after(table, batch_format), (first, second), strict=True):
             is_whole = type(sample) is type(first) is dict and is_nested(sample) and are_apart(first, second)

@@ -23,6 +23,7 @@ from tests.cli.command import run
 from tests.conftest import Seeded
 from tests.ray_data.conftest import by_key, every_kind, in_order
 from tests.ray_kills import write_and_read
+from tests.reading.batches import write as write_samples
 from tests.same import assert_same
 
 pytestmark = pytest.mark.long
@@ -41,11 +42,9 @@ def files(folder: Path) -> list[str]:
 @pytest.fixture
 def members_cache(tmp_path: Path) -> Path:
     """Twelve samples with pictures, of which eight have a text, too."""
-    with tc.ShardWriter(tmp_path / "in", max_samples=5, fingerprint={"model": "a"}, fsync=False) as sink:
-        for i in range(12):
-            texts: dict[str, Any] = {"seg.json": {"i": i}} if i % 3 else {}
-            sink.write(f"{i:04d}", {"x": torch.full((3,), i), "i": i}, jpg=b"\xff\xd8\xff%d\0" % i, **texts)
-    return tmp_path / "in"
+    samples = {f"{i:04d}": {"x": torch.full((3,), i), "i": i} for i in range(12)}
+    pictures = [{"jpg": b"\xff\xd8\xff%d\0" % i} | ({"seg.json": {"i": i}} if i % 3 else {}) for i in range(12)]
+    return Path(write_samples(tmp_path / "in", samples, pictures.__getitem__, fingerprint={"model": "a"}))
 
 
 @pytest.mark.parametrize(
@@ -127,10 +126,8 @@ def test_changed_columns(write_cache: Callable[..., Path], tmp_path: Path) -> No
 def test_ints_that_became_floats(tmp_path: Path) -> None:
     """numpy makes an int a float if another row lacks it, and so rounds it beyond 2^53."""
     ids = [3, None, (1 << 60) + 1, None]
-    with tc.ShardWriter(tmp_path / "in") as sink:
-        for i, number in enumerate(ids):
-            sink.write(f"{i}", {"x": torch.ones(1)} | ({"id": number} if number else {}))
-    rows = tc.ray.read_ray(tmp_path / "in").repartition(1)
+    samples = [{"x": torch.ones(1)} | ({"id": number} if number else {}) for number in ids]
+    rows = tc.ray.read_ray(write_samples(tmp_path / "in", samples)).repartition(1)
     with pytest.raises(tc.EncodeError, match="column 'id' has an int near 1152921504606846976.*batch_format='pyarrow'"):
         tc.ray.write_ray(rows.map_batches(lambda batch: batch, batch_format="numpy"), tmp_path / "numpy")
     for form in ("pandas", "pyarrow"):
@@ -141,10 +138,8 @@ def test_ints_that_became_floats(tmp_path: Path) -> None:
 def test_texts_and_bytes_in_one_column(tmp_path: Path) -> None:
     """Arrow makes one type of both, in functions of rows and of batches of numpy."""
     values = [f"é{i}" if i % 2 else b"x%d\0" % i for i in range(6)]
-    with tc.ShardWriter(tmp_path / "in") as sink:
-        for i, value in enumerate(values):
-            sink.write(f"{i}", {"x": torch.ones(1), "value": value})
-    rows = tc.ray.read_ray(tmp_path / "in").repartition(1)
+    samples = {f"{i}": {"x": torch.ones(1), "value": value} for i, value in enumerate(values)}
+    rows = tc.ray.read_ray(write_samples(tmp_path / "in.tar", samples)).repartition(1)
     for name, same in (
         ("rows", rows.map(lambda row: row)),
         ("batches", rows.map_batches(lambda batch: batch, batch_format="numpy").repartition(6)),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import wds_tensorcache as tc
+from tests.reading.batches import write
 
 
 def small(i: int) -> dict[str, Any]:
@@ -44,12 +44,9 @@ def big(i: int) -> dict[str, Any]:
     }
 
 
-def write_cache(folder: Path | str, samples: list[Any], *, max_samples: int = 5, **writer: Any) -> Path:
+def write_cache(folder: Path | str, samples: list[Any], **writer: Any) -> Path:
     """Write samples under the keys "000", "001", …, each with a member `json`; return the folder."""
-    with tc.ShardWriter(f"{folder}/%03d.tar", max_samples=max_samples, fsync=False, **writer) as sink:
-        for i, sample in enumerate(samples):
-            sink.write(f"{i:03d}", sample, json={"label": i})
-    return Path(folder)
+    return Path(write(folder, samples, lambda i: {"json": {"label": i}}, **writer))
 
 
 def listing(*urls: str, nbytes: int = 100_000, num_samples: int = 10, caches: bool = True) -> bytes:

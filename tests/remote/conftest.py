@@ -63,6 +63,13 @@ def module_server(_module_process: HttpServer) -> HttpServer:
     return _module_process
 
 
+@pytest.fixture(scope="module")
+def server(module_server: HttpServer, folder: Path) -> HttpServer:
+    """A server of the fixture `folder` of a module."""
+    module_server.set(folder=folder)
+    return module_server
+
+
 @pytest.fixture(scope="session")
 def _write_process() -> WriteServer:
     pytest.importorskip("moto")

@@ -12,18 +12,17 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 
 # the third is `me:hunter2`, as it is sent
 SECRETS = ("secret", "hunter2", "bWU6aHVudGVyMg", "S1GNATURE", "test-access-key", "v3ry-s3cret-k3y")
 PASS = {"headers": {}}  # a fault that is none
 
 
-def write_shard(folder: Path, seed: int = 0, num_samples: int = 1) -> dict[str, bytes]:
-    """Write a cache of one shard, `a.tar`, whose length does not depend on the seed; return its files."""
-    with tc.ShardWriter(folder / "a.tar", fsync=False, dali_index=False) as sink:
-        for i in range(num_samples):
-            generator = torch.Generator().manual_seed(100 * seed + i)
-            sink.write(f"{i}", {"x": torch.randint(256, (130,), dtype=torch.uint8, generator=generator), "seed": seed})
+def write_shard(folder: Path, seed: int = 0) -> dict[str, bytes]:
+    """Write a cache of one sample, `a.tar`, whose length does not depend on the seed; return its files."""
+    x = torch.randint(256, (130,), dtype=torch.uint8, generator=torch.Generator().manual_seed(100 * seed))
+    write(folder / "a.tar", {"0": {"x": x, "seed": seed}}, dali_index=False)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

@@ -28,12 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def server(module_server: HttpServer, folder: Path) -> HttpServer:
-    module_server.set(folder=folder)
-    return module_server
-
-
 @pytest.fixture
 def cache(server: HttpServer) -> Iterator[tc.TensorCache]:
     with tc.open(f"{server.url}/small") as cache:

@@ -11,6 +11,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
+from tests.reading.batches import write
 from tests.remote.servers.http_server import HttpServer
 
 SHARDS = ["000000.tar", "000001.tar", "000002.tar"]
@@ -20,11 +21,8 @@ SHARDS = ["000000.tar", "000001.tar", "000002.tar"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three shards of 4 MB, with two samples each: a tensor of 16 bytes and one of 2 MB."""
     path = tmp_path_factory.mktemp("shards")
-    with tc.ShardWriter(f"{path}/%06d.tar", max_samples=2, fsync=False) as writer:
-        for i in range(6):
-            writer.write(
-                f"{i}", {"small": torch.full((4,), i), "large": torch.full((2_000_000,), i, dtype=torch.uint8)}
-            )
+    tensors = [(torch.full((4,), i), torch.full((2_000_000,), i, dtype=torch.uint8)) for i in range(6)]
+    write(path / "%06d.tar", [{"small": small, "large": large} for small, large in tensors], max_samples=2)
     return path
 
 

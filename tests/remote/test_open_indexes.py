@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.remote.caches import listing, small, write_cache
 from tests.remote.servers.http_server import HttpServer
 from tests.same import assert_same
@@ -41,20 +41,6 @@ def sidecar(folder_of_bare: Path) -> bytes:
     return (folder_of_bare / "000.tar.index").read_bytes()
 
 
-@pytest.fixture
-def put(http_server: HttpServer) -> Callable[..., str]:
-    """Put objects; return the url of the last one."""
-
-    def put(**objects: bytes) -> str:
-        url = ""
-        for name, content in objects.items():
-            url = http_server.put("c/" + name.replace("_", "."), content)
-        http_server.log()
-        return url
-
-    return put
-
-
 def _log(http_server: HttpServer) -> list[tuple[str, str, str | None]]:
     return [(request.method, request.path, request.range) for request in http_server.log()]
 
@@ -64,8 +50,8 @@ def _gets(http_server: HttpServer) -> list[str]:
     return [path for _, path, nbytes in _log(http_server) if nbytes != "bytes=0-0"]
 
 
-def test_one_request(http_server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
-    url = put(a_tar=shard)
+def test_one_request(http_server: HttpServer, shard: bytes) -> None:
+    url = http_server.put("c/a.tar", shard)
     cache = tc.open(url)
     assert _log(http_server) == [("GET", "/c/a.tar", "bytes=-65536")]
     assert list(cache.keys()) == [f"{i:03d}" for i in range(6)]
@@ -75,24 +61,20 @@ def test_one_request(http_server: HttpServer, put: Callable[..., str], shard: by
     assert len(http_server.log()) == 2  # the skeleton; the tensor
 
 
-def test_the_length_is_guessed_from_the_manifest(
-    http_server: HttpServer, put: Callable[..., str], shard: bytes
-) -> None:
-    put(a_tar=shard)
-    url = put(manifest_json=listing("a.tar", nbytes=len(shard), num_samples=6))
+def test_the_length_is_guessed_from_the_manifest(http_server: HttpServer, shard: bytes) -> None:
+    http_server.put("c/a.tar", shard)
+    url = http_server.put("c/manifest.json", listing("a.tar", nbytes=len(shard), num_samples=6))
     cache = tc.open(url)
     http_server.log()
     assert cache.schema
     assert _log(http_server) == [("GET", "/c/a.tar", f"bytes=-{(1 << 14) + 6 * 64}")]
 
 
-def test_a_long_index(http_server: HttpServer, put: Callable[..., str], tmp_path: Path) -> None:
+def test_a_long_index(http_server: HttpServer, tmp_path: Path) -> None:
     """An index that is longer than the first request takes a second one."""
-    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False) as sink:
-        for i in range(900):
-            sink.write(f"{i:04d}" + "k" * 80, {"x": i})
-    content = (tmp_path / "a-000000.tar").read_bytes()
-    url = put(a_tar=content)
+    path = write(tmp_path / "a.tar", {f"{i:04d}" + "k" * 80: {"x": i} for i in range(900)})
+    content = Path(path).read_bytes()
+    url = http_server.put("c/a.tar", content)
     cache = tc.open(url)
     (first, second) = _log(http_server)
     assert first == ("GET", "/c/a.tar", "bytes=-65536")
@@ -100,11 +82,11 @@ def test_a_long_index(http_server: HttpServer, put: Callable[..., str], tmp_path
     assert cache[899] == {"x": 899}
 
 
-def test_a_hostile_length(http_server: HttpServer, put: Callable[..., str]) -> None:
+def test_a_hostile_length(http_server: HttpServer) -> None:
     """A trailer that claims almost all of a large shard as its index fetches nothing more."""
     nbytes = 80 << 20
     trailer = struct.pack("<QQQQ8s", nbytes - 40 - 2048, 1024, nbytes, 0, b"tcindex1")
-    url = put(a_tar=bytes(nbytes - 40) + trailer)
+    url = http_server.put("c/a.tar", bytes(nbytes - 40) + trailer)
     with pytest.raises(
         tc.FormatError, match=r"a.tar: byte 2048: the index has 83,.* bytes, expected at most a quarter"
     ):
@@ -112,9 +94,9 @@ def test_a_hostile_length(http_server: HttpServer, put: Callable[..., str]) -> N
     assert sum(request.nbytes for request in http_server.log()) == 1 << 16
 
 
-def test_a_sidecar(http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes) -> None:
-    put(a_tar_index=sidecar)
-    url = put(a_tar=bare)
+def test_a_sidecar(http_server: HttpServer, bare: bytes, sidecar: bytes) -> None:
+    http_server.put("c/a.tar.index", sidecar)
+    url = http_server.put("c/a.tar", bare)
     cache = tc.open(url)
     assert list(dict.fromkeys(_gets(http_server))) == ["/c/a.tar", "/c/a.tar.index"]
     lazy = cache[3]["latent"]
@@ -124,22 +106,18 @@ def test_a_sidecar(http_server: HttpServer, put: Callable[..., str], bare: bytes
     assert_same(SAMPLES[3]["text"], cache[3]["text"])
 
 
-def test_a_sidecar_of_another_state(
-    http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes
-) -> None:
+def test_a_sidecar_of_another_state(http_server: HttpServer, bare: bytes, sidecar: bytes) -> None:
     """A shard of the same length is told apart by its headers, since its tag tells nothing about the sidecar."""
     other = bare.replace(b"000.safetensors", b"00x.safetensors", 1)
     assert other != bare
-    put(a_tar_index=sidecar)
+    http_server.put("c/a.tar.index", sidecar)
     with pytest.raises(tc.FormatError, match=r"a.tar: .*'000.safetensors' of .* where the shard has '00x.safetensors'"):
-        tc.open(put(a_tar=other))
+        tc.open(http_server.put("c/a.tar", other))
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_an_index_folder(
-    http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, is_local: bool, tmp_path: Path
-) -> None:
-    url = put(a_tar=bare)
+def test_an_index_folder(http_server: HttpServer, bare: bytes, sidecar: bytes, is_local: bool, tmp_path: Path) -> None:
+    url = http_server.put("c/a.tar", bare)
     if is_local:
         (tmp_path / "a.tar.index").write_bytes(sidecar)
         indexes: str | Path = tmp_path
@@ -155,39 +133,38 @@ def test_an_index_folder(
             with pytest.raises(tc.FormatError, match="more than the limit for such a file"):
                 tc.open(url, index_folder=indexes)[0]
         # the index need not be in the folder
-        put(b_tar=bare)
+        http_server.put("c/b.tar", bare)
         assert_same(SAMPLES[1], tc.open(f"{http_server.url}/c/b.tar", index_folder=indexes)[1])
 
 
-def test_no_suffix_ranges(http_server: HttpServer, put: Callable[..., str], shard: bytes) -> None:
+def test_no_suffix_ranges(http_server: HttpServer, shard: bytes) -> None:
     http_server.set(suffix_ranges=501)
-    with tc.open(put(a_tar=shard)) as cache:
+    with tc.open(http_server.put("c/a.tar", shard)) as cache:
         assert_same(SAMPLES, list(cache))
 
 
-def test_a_scan(http_server: HttpServer, put: Callable[..., str], bare: bytes, tmp_path: Path) -> None:
+def test_a_scan(http_server: HttpServer, bare: bytes, tmp_path: Path) -> None:
     """A shard without an index is read in large pieces."""
-    with tc.ShardWriter(tmp_path / "a-%06d.tar", max_samples=10_000, fsync=False, footer=False) as sink:
-        for i in range(400):
-            sink.write(f"{i:04d}", {"x": i, "bytes": bytes(70_000)})
-    content = (tmp_path / "a-000000.tar").read_bytes()
-    url = put(a_tar=content)
+    path = write(tmp_path / "a.tar", [{"x": i, "bytes": bytes(70_000)} for i in range(400)], footer=False)
+    content = Path(path).read_bytes()
+    url = http_server.put("c/a.tar", content)
     cache = tc.open(url)
     requests = http_server.log()
     assert len(requests) <= 3 + 3 * len(content) // (1 << 22)
     assert sum(request.nbytes for request in requests) < 1.1 * len(content)
     assert cache[399]["x"] == 399
     with pytest.raises(tc.TarFormatError, match="c/b.tar: .*truncated"):
-        tc.open(put(b_tar=bare[: len(bare) // 2 // 512 * 512]))
+        tc.open(http_server.put("c/b.tar", bare[: len(bare) // 2 // 512 * 512]))
     with pytest.raises(tc.TarFormatError, match="c/b.tar"):
-        tc.open(put(b_tar=b"something else" * 100))
+        tc.open(http_server.put("c/b.tar", b"something else" * 100))
     with pytest.raises(tc.TarFormatError, match="the file is empty"):
-        tc.open(put(b_tar=b""))
+        tc.open(http_server.put("c/b.tar", b""))
 
 
-def test_many_indexes(http_server: HttpServer, put: Callable[..., str], shard: bytes, bare: bytes) -> None:
+def test_many_indexes(http_server: HttpServer, shard: bytes, bare: bytes) -> None:
     """With and without an index, more shards than there are threads."""
-    put(**{f"{i:03d}_tar": bare if i % 30 == 3 else shard for i in range(100)})
+    for i in range(100):
+        http_server.put(f"c/{i:03d}.tar", bare if i % 30 == 3 else shard)
     with tc.open(f"{http_server.url}/c/{{000..099}}.tar") as cache:
         assert len(cache) == 600
         assert_same(SAMPLES[3], cache[3 * 6 + 3])
@@ -203,8 +180,8 @@ def test_many_indexes(http_server: HttpServer, put: Callable[..., str], shard: b
 # --- indexes that are kept on disk
 
 
-def test_kept_indexes(http_server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path) -> None:
-    kept, url = tmp_path / "kept", put(a_tar=shard)
+def test_kept_indexes(http_server: HttpServer, shard: bytes, tmp_path: Path) -> None:
+    kept, url = tmp_path / "kept", http_server.put("c/a.tar", shard)
     with tc.open(url, keep_indexes=kept) as cache:
         assert_same(SAMPLES, list(cache))
     (path,) = kept.iterdir()
@@ -216,17 +193,15 @@ def test_kept_indexes(http_server: HttpServer, put: Callable[..., str], shard: b
         assert all(request.method == "GET" for request in http_server.log())
     # another object under the same url, of the same length
     other = shard.replace(b"003.safetensors", b"004.safetensors", 1)
-    put(a_tar=other)
+    http_server.put("c/a.tar", other)
     with tc.open(url, keep_indexes=kept):
         assert [nbytes for *_, nbytes in _log(http_server)] == ["bytes=0-0", "bytes=-65536"]
     assert [*kept.iterdir()] == [path]
 
 
 @pytest.mark.parametrize("damage", [0, 10, 200, -1, -20, "cut", "empty", "other", "folder", "pickle", "long"], ids=str)
-def test_damaged_kept_indexes(
-    http_server: HttpServer, put: Callable[..., str], shard: bytes, tmp_path: Path, damage: int | str
-) -> None:
-    kept, url = tmp_path / "kept", put(a_tar=shard)
+def test_damaged_kept_indexes(http_server: HttpServer, shard: bytes, tmp_path: Path, damage: int | str) -> None:
+    kept, url = tmp_path / "kept", http_server.put("c/a.tar", shard)
     tc.open(url, keep_indexes=kept)
     (path,) = kept.iterdir()
     content = bytearray(path.read_bytes())
@@ -253,10 +228,10 @@ def test_damaged_kept_indexes(
 
 
 def test_an_index_from_a_sidecar_is_kept_once_it_was_compared(
-    http_server: HttpServer, put: Callable[..., str], bare: bytes, sidecar: bytes, tmp_path: Path
+    http_server: HttpServer, bare: bytes, sidecar: bytes, tmp_path: Path
 ) -> None:
-    put(a_tar_index=sidecar)
-    url = put(a_tar=bare)
+    http_server.put("c/a.tar.index", sidecar)
+    url = http_server.put("c/a.tar", bare)
     tc.open(url, keep_indexes=tmp_path)
     http_server.log()
     with tc.open(url, keep_indexes=tmp_path) as cache:
@@ -274,7 +249,7 @@ def test_an_index_from_a_sidecar_is_kept_once_it_was_compared(
     ],
 )
 def test_where_indexes_are_kept(
-    put: Callable[..., str],
+    http_server: HttpServer,
     shard: bytes,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -286,24 +261,24 @@ def test_where_indexes_are_kept(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in environment.items():
         monkeypatch.setenv(name, value if value in ("", "off", "OFF") else str(tmp_path / value))
-    tc.open(put(a_tar=shard)).close()
+    tc.open(http_server.put("c/a.tar", shard)).close()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.parent for path in files] == ([] if expected is None else [tmp_path / expected])
 
 
-def test_a_folder_that_cannot_be_written(put: Callable[..., str], shard: bytes, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(http_server: HttpServer, shard: bytes, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with tc.open(put(a_tar=shard), keep_indexes=tmp_path / "file" / "kept") as cache:
+    with tc.open(http_server.put("c/a.tar", shard), keep_indexes=tmp_path / "file" / "kept") as cache:
         assert_same(SAMPLES[0], cache[0])
-    with tc.open(put(a_tar=shard), keep_indexes=False) as cache:
+    with tc.open(http_server.put("c/a.tar", shard), keep_indexes=False) as cache:
         assert_same(SAMPLES[0], cache[0])
 
 
 def test_a_bounded_folder(
-    put: Callable[..., str], shard: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    http_server: HttpServer, shard: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Indexes that were not used for the longest time are removed first."""
-    url, kept = put(a_tar=shard), tmp_path / "kept"
+    url, kept = http_server.put("c/a.tar", shard), tmp_path / "kept"
     with tc.open(f"{url}?0", keep_indexes=kept):
         (first,) = kept.iterdir()
     limit = 20 * first.stat().st_size

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.remote.servers.http_server import HttpServer
 
 PART_NBYTES = 4 << 20
@@ -17,9 +18,7 @@ PART_NBYTES = 4 << 20
 
 def serve(server: HttpServer, folder: Path, lengths: list[int], max_samples: int = 1000) -> str:
     """Write samples with a tensor of so many bytes each; return the url of their cache."""
-    with tc.ShardWriter(folder / "c", max_samples=max_samples, fsync=False) as sink:
-        for i, nbytes in enumerate(lengths):
-            sink.write(f"{i}", {"x": tensor(i, nbytes)})
+    write(folder / "c", [{"x": tensor(i, nbytes)} for i, nbytes in enumerate(lengths)], max_samples=max_samples)
     for path in (folder / "c").iterdir():
         server.put(f"c/{path.name}", path.read_bytes())
     return f"{server.url}/c"

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write as write_samples
 from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.write_server import WriteServer
 
 OTHER = r"000001\.tar: another shard has replaced the one that was listed: its index has the digest [0-9a-f]{16}, but "
 
 
-def write(folder: Path, first: int) -> Path:
-    with tc.ShardWriter(folder, max_samples=5, fsync=False) as sink:
-        for i in range(first, first + 10):
-            sink.write(f"{i:03d}", {"v": torch.full((4,), i)})
+def write(folder: Path | str, first: int) -> Any:
+    samples = {f"{i:03d}": {"v": torch.full((4,), i)} for i in range(first, first + 10)}
+    write_samples(f"{folder}/%06d.tar", samples, max_samples=5)
     return folder
 
 
@@ -75,9 +75,7 @@ def test_an_index_from_elsewhere(folder: Path, server: HttpServer, tmp_path: Pat
 def test_a_writer_does_not_resume_with_it(write_server: WriteServer, tmp_path: Path) -> None:
     """The manifest of an object store has digests, too."""
     url = "s3://bucket/cache"
-    with tc.ShardWriter(url, max_samples=5) as sink:
-        for i in range(10):
-            sink.write(f"{i:03d}", {"v": torch.full((4,), i)})
+    write(url, 0)
     write_server.put("cache/000001.tar", (write(tmp_path / "b", 500) / "000001.tar").read_bytes())
     with tc.open(url) as cache:
         refused(cache)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
+from tests.reading.batches import write
 from tests.remote.caches import small, write_cache
 from tests.remote.reads import KINDS, PASS, outcomes, refused, write_shard
 from tests.remote.servers.http_server import HttpServer
@@ -27,8 +28,7 @@ def files(tmp_path: Path) -> dict[str, bytes]:
 
 def test_long_objects(write_server: WriteServer, tmp_path: Path) -> None:
     """Of a tensor in several requests, and of a manifest that is longer than the first request for it."""
-    with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
-        sink.write("0", {"x": torch.arange(1_200_000)})
+    write(tmp_path / "a.tar", [{"x": torch.arange(1_200_000)}])
     write_server.put("cache/a.tar", (tmp_path / "a.tar").read_bytes())
     write_server.put("cache/manifest.json", (tmp_path / "manifest.json").read_bytes() + b" " * (5 << 20))
     with tc.open("s3://bucket/cache") as cache:
@@ -254,11 +254,11 @@ def test_wrong_answers(
 
 def test_stores_that_ignore_ranges(store: HttpServer, bucket: str, tmp_path: Path) -> None:
     """All of them, or those of the end, as s3rver does, whose answer obstore takes for a lost connection."""
-    with tc.ShardWriter(tmp_path / "a-%d.tar", manifest=False) as sink:
-        for i in range(6):
-            sink.write(f"{i}", {"x": torch.full((100_000,), i)})  # longer than what is read of the end
+    write(
+        tmp_path / "a.tar", [{"x": torch.full((100_000,), i)} for i in range(6)]
+    )  # longer than what is read of the end
     for name in ("b/a.tar", "b/b.tar", "n/a.tar"):
-        store.put(f"{bucket}{name}", (tmp_path / "a-0.tar").read_bytes())
+        store.put(f"{bucket}{name}", (tmp_path / "a.tar").read_bytes())
     store.set(suffix_ranges="first")
     url = f"s3://{bucket}b"
     assert [sample["x"][7].item() for sample in tc.open(f"{url}/a.tar")] == list(range(6))

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import pickle
 import random
 import tarfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +17,21 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from webdataset.gopen import gopen_schemes
 
 import wds_tensorcache as tc
+from tests.children import wait_until
+from tests.integrations.test_resumable import COUNT, write_shards
+from tests.reading.batches import write
 from tests.remote.servers.http_server import HttpServer, Request
 from tests.remote.servers.write_server import WriteServer
+from tests.shards.tars import build_with_tarfile, special
 
-SIZES = (5, 1, 7, 3, 4)
-COUNT = sum(SIZES)
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-]  # torchdata inspects all of torch
+# torchdata inspects all of torch
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five shards; a sample takes about 40 KB."""
-    folder = tmp_path_factory.mktemp("streams")
-    numbers = iter(range(COUNT))
-    for shard, size in enumerate(SIZES):
-        with wds.TarWriter(str(folder / f"{shard}.tar"), encoder=tc.encoder(), mtime=0) as sink:
-            for i in [next(numbers) for _ in range(size)]:
-                sink.write({"__key__": f"{i:03d}", "tensorcache": {"x": torch.full((10_000,), i), "i": i}})
-    return folder
+    return write_shards(tmp_path_factory.mktemp("streams"), 10_000)
 
 
 @pytest.fixture
@@ -215,17 +207,9 @@ def test_tars_that_cannot_be_entered_in_the_middle(http_server: HttpServer, tmp_
 
 @pytest.mark.parametrize("kind", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_resumed_before_a_sample_with_an_extended_header(http_server: HttpServer, kind: int) -> None:
-    stream = io.BytesIO()
     names = [f"{'long/' * 40}{i}.txt" for i in range(3)]
-    with tarfile.open(fileobj=stream, mode="w", format=kind) as tar:
-        folder = tarfile.TarInfo("folder")
-        folder.type = tarfile.DIRTYPE
-        tar.addfile(folder)
-        for name in names:
-            info = tarfile.TarInfo(name)
-            info.size = 3
-            tar.addfile(info, io.BytesIO(b"abc"))
-    url = http_server.put("long.tar", stream.getvalue())
+    content = build_with_tarfile([special("folder", tarfile.DIRTYPE), *((name, b"abc") for name in names)], kind)
+    url = http_server.put("long.tar", content)
     first, second = tc.ResumablePipeline(url), tc.ResumablePipeline(url)
     assert next(iter(first))["__key__"] == names[0][:-4]
     second.load_state_dict(first.state_dict())
@@ -285,9 +269,8 @@ def test_workers_get_the_secret_parts_and_resume(server: HttpServer) -> None:
 
 
 def test_folders_manifests_and_patterns(write_server: WriteServer, http_server: HttpServer, tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "cache" / "%02d.tar", max_samples=2) as writer:
-        for i in range(6):
-            writer.write(f"{i:03d}", {"x": torch.full((10_000,), i), "i": i})
+    samples = [{"x": torch.full((10_000,), i), "i": i} for i in range(6)]
+    write(tmp_path / "cache" / "%02d.tar", samples, max_samples=2)
     for path in (tmp_path / "cache").iterdir():
         write_server.put(f"a cache #1/{path.name}", path.read_bytes())
         http_server.put(f"a cache/{path.name}", path.read_bytes())
@@ -345,18 +328,15 @@ def test_closing_ends_the_requests(http_server: HttpServer, tmp_path: Path, monk
         first, last = map(int, (request.range or "").removeprefix("bytes=").split("-"))
         return last - first + 1
 
-    def wait_for(is_there: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not is_there():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-            requests.extend(http_server.log())
+    def new_requests() -> list[Request]:
+        requests.extend(http_server.log())
+        return requests
 
     # all that is read ahead of the first sample has been requested: the server stalls only later requests
-    wait_for(lambda: sum(map(nbytes_of, requests)) > 15 << 20)
+    wait_until(lambda: sum(map(nbytes_of, new_requests())) > 15 << 20)
     http_server.script("a.tar", {"stall_s": 600, "times": -1})
     next(samples)  # needs one more request, but not its answer
     requests.clear()
-    wait_for(lambda: any(one.status == 0 for one in requests))
+    wait_until(lambda: any(one.status == 0 for one in new_requests()))
     samples.close()  # type: ignore[attr-defined]
-    wait_for(lambda: any(one.status == -1 for one in requests))
+    wait_until(lambda: any(one.status == -1 for one in new_requests()))

@@ -28,12 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def server(module_server: HttpServer, folder: Path) -> HttpServer:
-    module_server.set(folder=folder)
-    return module_server
-
-
 @pytest.mark.long
 def test_commands(server: HttpServer, folder: Path, tmp_path: Path) -> None:
     url, local = f"{server.url}/cache?signature=s3cret", folder / "cache"

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 import wds_tensorcache as tc
-from tests.children import finish, start
+from tests.children import finish, start, wait_until
 from tests.same import assert_same
 from tests.sharing.datasets import wait_until_empty
 
@@ -168,10 +167,7 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
     child = start(wait)
     try:
         shared.close()
-        deadline = time.monotonic() + 10
-        while (found := [info.holders for info in tc.shared_list(directory)]) != [(child,)]:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.002)
+        wait_until(lambda: [info.holders for info in tc.shared_list(directory)] == [(child,)])
         with pytest.raises(BlockingIOError, match=rf"processes \[{child}\]"):
             tc.shared_clear("held", directory)
     finally:

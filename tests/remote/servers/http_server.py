@@ -75,7 +75,6 @@ class HttpServer(ServerProcess):
         last_modified: Send a `Last-Modified` header; a number is the time in it, for all objects.
         latency_s: Time from a request to its answer.
         rate: Bytes per second of all answers together; None for no limit.
-        log: Keep requests for `log()`.
         certificate: Speak TLS with the certificate and key in this PEM file. The other methods of this class trust it.
 
     Attributes:
@@ -93,7 +92,6 @@ class HttpServer(ServerProcess):
         last_modified: bool | int = True,
         latency_s: float = 0.0,
         rate: float | None = None,
-        log: bool = True,
         certificate: str | os.PathLike[str] | None = None,
     ) -> None:
         options = {
@@ -104,7 +102,6 @@ class HttpServer(ServerProcess):
             "last_modified": last_modified,
             "latency_s": latency_s,
             "rate": rate,
-            "log": log,
             "certificate": certificate,
         }
         super().__init__(["-m", "tests.remote.servers.http_server", json.dumps(options, default=os.fspath)])
@@ -214,8 +211,7 @@ class _Server:
             target = "/" + target.split("://", 1)[1].partition("/")[2]
         name = unquote(target.partition("?")[0]).lstrip("/")
         entry = {"method": method, "path": seen, "headers": headers, "status": 0, "nbytes": 0}
-        if self.options["log"]:
-            self.requests.append(entry)
+        self.requests.append(entry)
         whole = unquote(target).lstrip("/")
         fault = self._fault(headers, whole) or self._fault(headers, name)
         if "stall_s" in fault:
@@ -352,8 +348,7 @@ class _Server:
         first, _, last = asked[6:].partition("-")
         if not first:
             if self.options["suffix_ranges"] not in (True, "first"):
-                refused = self.options["suffix_ranges"]
-                return (200, 0, length) if not refused or refused == 200 else (int(refused), 0, 0)
+                return int(self.options["suffix_ranges"]), 0, 0
             begin, end = max(0, length - int(last)), length
             if self.options["suffix_ranges"] == "first":
                 begin, end = 0, min(int(last) + 1, length)

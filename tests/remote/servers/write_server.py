@@ -14,9 +14,7 @@ Faults, in the order of requests that match `method` and `suffix`, the end of th
     denied      key of an object that the body of that answer says may not be deleted
     lost        store the object, then close the connection without an answer
     cut         read half of the body, then close the connection
-    stall_s     wait before the request is handled
     hold        wait for the next call of `script` before the request is handled
-    hang        read the body, then wait until the client closes the connection
     ignore      handle the request without its conditions; "IF_MATCH" or "IF_NONE_MATCH": without this one
     tags        "weak": the answer has a weak ETag, and no condition matches it; "none": the answer has no ETag
     times       how many requests the fault applies to; -1 for all
@@ -63,7 +61,7 @@ class WriteServer(ServerProcess):
         self._call("script", json.dumps(faults).encode())
 
     def wait_until_held(self) -> None:
-        """Wait until a request is held, or hangs."""
+        """Wait until a request is held."""
         self._call("wait_until_held")
 
     def wait_until_idle(self) -> None:
@@ -146,7 +144,6 @@ class _Faults:
                 return [self._control(path.lstrip("/"), body)]
         key = path.removeprefix(f"/{BUCKET}/")
         fault = self._fault(method, key)
-        time.sleep(fault.get("stall_s", 0))
         if "hold" in fault:
             may_pass = self._may_pass
             self._is_held.set()
@@ -178,13 +175,6 @@ class _Faults:
             return [f"<Error>{code}<StringToSign>{SECRET}</StringToSign></Error>".encode()]
         if "cut" in fault:
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0) // 2)
-            return self._drop(environ, method, key)
-        if "hang" in fault:
-            self._is_held.set()
-            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            environ["werkzeug.socket"].settimeout(120)
-            with contextlib.suppress(OSError):
-                environ["werkzeug.socket"].recv(1)
             return self._drop(environ, method, key)
         if method == "PUT":
             nbytes = int(environ.get("CONTENT_LENGTH") or 0)

@@ -289,9 +289,12 @@ class HttpClient:
         _check_encoding(response, request)
         if state is None and not response.is_chunked:
             raise request.error(_NO_LENGTH, 200)
-        begun = self.pace.begin(response.head_s)
-        copy = self._copies.keep(response, request, state, self._tag(response))
-        self.pace.end(begun, copy.state.nbytes)
+        begun, nbytes = self.pace.begin(response.head_s), 0
+        try:
+            copy = self._copies.keep(response, request, state, self._tag(response))
+            nbytes = copy.state.nbytes
+        finally:
+            self.pace.end(begun, nbytes)
         return copy
 
 
