@@ -18,6 +18,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.reading.batches import write as write_samples
 
 UNLISTED = (
     r"manifest\.json does not list 3 of the shards in the folder \('b-000000\.tar', 'b-000001\.tar', 'b-000002\.tar'\)"
@@ -29,10 +30,8 @@ BOTH_REMEDIES = r"add them with `tensorcache index .*`.*, or move them to anothe
 
 
 def write(folder: Path, count: int, name: str = "a", **options: Any) -> Path:
-    with tc.ShardWriter(folder / f"{name}-%06d.tar", max_samples=20, fsync=False, **options) as sink:
-        for i in range(count):
-            sink.write(f"{name}{i:03d}", {"v": torch.full((4,), i + 1000 * (name == "b"))})
-    return folder
+    samples = {f"{name}{i:03d}": {"v": torch.full((4,), i + 1000 * (name == "b"))} for i in range(count)}
+    return Path(write_samples(folder / f"{name}-%06d.tar", samples, max_samples=20, **options)).parent
 
 
 @pytest.fixture
