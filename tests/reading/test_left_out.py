@@ -19,6 +19,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.reading.batches import write as write_samples
+from tests.shards.damage import change_manifest
 
 UNLISTED = (
     r"manifest\.json does not list 3 of the shards in the folder \('b-000000\.tar', 'b-000001\.tar', 'b-000002\.tar'\)"
@@ -130,11 +131,9 @@ def test_index_keeps_what_the_manifest_alone_knows(a: Path, tmp_path: Path) -> N
     folder = write(tmp_path / "c", 20, "c", footer=False, fingerprint={"model": "m"})
     (folder / "sub").mkdir()
     shutil.copy(a / "a-000000.tar", folder / "sub")
-    document = json.loads((folder / "manifest.json").read_text())
     entry = {"url": "sub/a-000000.tar", "nsamples": 20, "filesize": os.path.getsize(a / "a-000000.tar")}
-    document["shardlist"].append(entry)
-    document["tensorcache"]["mine"] = [1]
-    (folder / "manifest.json").write_text(json.dumps(document))
+    change_manifest(folder, lambda document: document["shardlist"].append(entry))
+    change_manifest(folder, lambda document: document["tensorcache"].update(mine=[1]))
     run("index", folder)
     after = json.loads((folder / "manifest.json").read_text())
     assert after["tensorcache"]["fingerprints"] == {"c-000000.tar": {"model": "m"}}
