@@ -11,22 +11,15 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.reading.batches import write as write_samples
+from tests.reading.batches import write
 from tests.shards.tars import build
 
 ZSTD, LZ4 = b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18"
 
 
-def write(path: Path, count: int = 4) -> Path:
-    with tc.ShardWriter(path) as sink:
-        for i in range(count):
-            sink.write(f"{i}", {"x": torch.arange(3.0) + i, "i": i})
-    return path
-
-
 @pytest.fixture
 def shard(tmp_path: Path) -> Path:
-    return write(tmp_path / "a.tar")
+    return Path(write(tmp_path / "a.tar", {f"{i}": {"x": torch.arange(3.0) + i, "i": i} for i in range(4)}))
 
 
 class Named:
@@ -230,9 +223,8 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
 
 
 def test_a_batch_of_several_shapes_says_what_helps(tmp_path: Path) -> None:
-    write_samples(
-        tmp_path / "%06d.tar", {f"{i}": {"x": torch.zeros(shape)} for i, shape in enumerate(((2, 3), (4, 3), (2, 5)))}
-    )
+    samples = {f"{i}": {"x": torch.zeros(shape)} for i, shape in enumerate(((2, 3), (4, 3), (2, 5)))}
+    write(tmp_path / "%06d.tar", samples)
     cache = tc.open(tmp_path)
     by_shape = r"'list', or batches of one shape: Loader\(…, bucket_by='x'\)$"
     with pytest.raises(tc.BatchError, match=rf"'0', but \[4, 3\] in '1'; use collate='pad' or {by_shape}"):
@@ -251,7 +243,7 @@ def test_names_that_are_elsewhere() -> None:
 
 def test_a_file_name_instead_of_a_key(tmp_path: Path) -> None:
     name = "set a/IMG 1.JPG"
-    write_samples(tmp_path / "%06d.tar", {tc.safe_key(name): {"x": torch.zeros(1)}, "0": {"x": torch.zeros(1)}})
+    write(tmp_path / "%06d.tar", {tc.safe_key(name): {"x": torch.zeros(1)}, "0": {"x": torch.zeros(1)}})
     for cache in (tc.open(tmp_path), tc.join([tmp_path])):
         for wanted, remedy in (
             (name, r"pass tc\.safe_key\('set a/IMG 1\.JPG'\)"),

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
+from tests.hostile.pickles import num_calls
 from tests.reading.batches import write
 from tests.same import assert_same
 from tests.strategies import arrays, keys, plain, tensors
@@ -41,22 +41,6 @@ def outcome(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 def assert_written_alike(sample: Any, **options: Any) -> None:
     assert outcome(tc.encode_sample, sample, **options) == outcome(tc.encode_sample, sample, allow=[Unused], **options)
-
-
-def num_calls(call: Callable[[], Any]) -> int:
-    """Return how many functions, of Python and of C, are called."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(profile)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def is_written_fast(sample: Any) -> bool:

@@ -6,12 +6,13 @@ from struct import Struct
 
 import xxhash
 
+from tests.shards.tars import fix_checksums
 from wds_tensorcache.codec.binding import MAGIC as PREAMBLE_MAGIC
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, build_preamble, sign_header
 from wds_tensorcache.codec.header import build_safetensors_header, is_bound
 from wds_tensorcache.shards.footer import MAGIC as FOOTER_MAGIC
 from wds_tensorcache.shards.footer import TRAILER_NBYTES
-from wds_tensorcache.shards.tar import BLOCK, END_OF_ARCHIVE, padding
+from wds_tensorcache.shards.tar import END_OF_ARCHIVE, padding
 
 CACHE = ("rows", "skeleton_begin", "skeleton_nbytes", "tensors_begin", "layout", "digest")
 ARRAYS = ["names", "keys.text", "keys.ends", "layouts.form", "layouts.data_begin", "layouts.dims"]
@@ -69,12 +70,9 @@ def _of_records(records: bytes) -> bytes:
 
 def tar_of(data: bytes) -> bytes:
     """Return a tar. The first byte's bits: 1 corrects the checksums of headers, 2 pads and appends an end."""
-    how, archive = data[:1] or b"\0", bytearray(data[1:])
+    how, archive = data[:1] or b"\0", data[1:]
     if how[0] & 1:
-        for at in range(0, len(archive) - BLOCK + 1, BLOCK):
-            if archive[at + 257 : at + 262] == b"ustar":
-                archive[at + 148 : at + 156] = b" " * 8
-                archive[at + 148 : at + 156] = b"%06o\0 " % sum(archive[at : at + BLOCK])
+        archive = fix_checksums(archive)
     if how[0] & 2:
         archive += bytes(padding(len(archive))) + END_OF_ARCHIVE
-    return bytes(archive)
+    return archive

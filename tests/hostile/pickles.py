@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
+import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +61,22 @@ def little_memory(peak_nbytes: float) -> Iterator[None]:
         tracemalloc.stop()
     assert peak < peak_nbytes
     assert time.process_time() - started < 20  # an attack would take minutes, or never end
+
+
+def num_calls(run: Callable[[], Any], name: str | None = None) -> int:
+    """Return how many functions `run` calls, of Python and of C, or how many of Python that have a name."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call") if name is None else event == "call" and frame.f_code.co_name == name
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 def refused(body: bytes, match: str | None = None, kind: type[Exception] = tc.FormatError, **options: Any) -> None:

@@ -20,9 +20,8 @@ from tests.reading.batches import write as write_samples
 def write(path: Path, value: int) -> bytes:
     """Write samples of a small and a large tensor."""
     large = torch.full((100_000,), value, dtype=torch.uint8)
-    with tc.ShardWriter(path, overwrite=True, manifest=False, dali_index=False, fsync=False) as sink:
-        for i in range(3):
-            sink.write(f"k{i}", {"small": large[:64], "large": large, "i": 1})
+    samples = [{"small": large[:64], "large": large, "i": 1}] * 3
+    write_samples(path, samples, overwrite=True, manifest=False, dali_index=False)
     os.utime(path, (1000, 1000))  # so that every later write changes it: time stamps count the system's ticks
     return path.read_bytes()
 

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.shards.test_keys import names_in
 
 LONG = "Фотографии/" + "лето на даче " * 6 + "(2)"
 
@@ -20,11 +21,6 @@ def save(folder: Path, names: list[str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, np.array(number))
     return folder
-
-
-def names_in(folder: Path) -> list[str]:
-    with tc.open(folder) as cache:
-        return [cache.original_name(key) for key in list(cache.keys())]
 
 
 def test_the_index_keeps_names(tmp_path: Path) -> None:

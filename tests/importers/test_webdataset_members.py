@@ -18,6 +18,7 @@ import wds_tensorcache as tc
 from tests.cli.command import json_of
 from tests.importers.folders import Gadget, imported, saved, write_tar
 from tests.same import assert_same
+from tests.shards.tars import fix_checksums
 
 JPEG = b"\xff\xd8\xff not a picture"
 
@@ -202,16 +203,6 @@ def test_a_tar_that_is_overwritten_during_the_import(tmp_path: Path) -> None:
     assert report.num_written == 1
     assert [each.name for each in report.skipped] == list(latents)
     assert all("a.tar: the shard was changed since it was opened" in each.what for each in report.skipped)
-
-
-def fix_checksums(raw: bytes) -> bytes:
-    """Return a tar with the checksum of each header as its changed name needs it."""
-    fixed = bytearray(raw)
-    for at in range(0, len(raw), 512):
-        if fixed[at + 257 : at + 262] == b"ustar":
-            fixed[at + 148 : at + 156] = b" " * 8
-            fixed[at + 148 : at + 156] = b"%06o\0 " % sum(fixed[at : at + 512])
-    return bytes(fixed)
 
 
 def test_members_far_apart(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-import wds_tensorcache as tc
 from tests.cli.command import json_of
 from tests.hostile.pickles import little_memory
 from tests.inspecting.caches import EVIL, view, write_hostile, write_photos
@@ -87,10 +86,8 @@ def test_captions_and_pictures_in_other_members(tmp_path: Path) -> None:
     members = [{"jpg": _picture("JPEG", (600, 300))}, {"png": _picture("PNG", (20, 30))}, {"jpg": b"no picture"}]
     members += [{"png": _picture("PNG", (8000, 8000), "1")}]  # as RGB, it would take 192 MB
     decoded = ({".jpg": (256, 128)}, {".png": (20, 30)}, {".jpg": None}, {".png": None})
-    with tc.ShardWriter(tmp_path, fsync=False) as sink:
-        for i, others in enumerate(members):
-            sample = {"prompt": captions, "more captions": ["one text", captions][i % 2], "x": torch.zeros(2)}
-            sink.write(f"{i}", sample, **{"digest.txt": "1"}, **others)
+    samples = [{"prompt": captions, "more captions": more, "x": torch.zeros(2)} for more in ("one text", captions)]
+    write(tmp_path, samples * 2, lambda i: {"digest.txt": "1", **members[i]})
     report, _, _ = view(tmp_path)
     assert dict(map(tuple, report["members"])) == {"jpg": 2, "png": 2}  # not the digests of `tc.build`
     for card, sizes in zip(report["samples"], decoded, strict=True):
@@ -117,10 +114,8 @@ def test_pictures_of_strangers(tmp_path: Path) -> None:
         ({"jpg": _picture("TIFF", (60, 30))}, ".jpg", None, 0),
         ({"png": b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>'}, ".png", None, 0),
     ]
-    with tc.ShardWriter(tmp_path, fsync=False) as sink:
-        for i in range(400):
-            members = cases[i % len(cases)][0]
-            sink.write(f"{i}", {"latent": torch.zeros(4, 16, 16)}, **members)
+    samples = [{"latent": torch.zeros(4, 16, 16)}] * 400
+    write(tmp_path, samples, lambda i: cases[i % len(cases)][0], max_samples=400)
     report, page, _ = view(tmp_path)
     assert len(page) < 2_000_000
     for card, (_, member, size, level) in zip(report["samples"], cases, strict=False):
@@ -135,10 +130,9 @@ def test_pictures_of_strangers(tmp_path: Path) -> None:
 
 
 def test_constant_tensors_are_marked_where_they_are_rare(tmp_path: Path) -> None:
-    with tc.ShardWriter(f"{tmp_path}/%05d.tar", fsync=False) as sink:
-        for i in range(30):
-            latent, size = torch.randn(4, 8, 8) * (i != 5), torch.tensor([i] * 20)
-            sink.write(f"{i}", {"latent": latent, "ones": torch.ones(8, 8), "size": size})
+    latents = [torch.randn(4, 8, 8) * (i != 5) for i in range(30)]
+    ones = torch.ones(8, 8)
+    write(tmp_path, [{"latent": x, "ones": ones, "size": torch.tensor([i] * 20)} for i, x in enumerate(latents)])
     marks = {card["number"]: card["marks"] for card in view(tmp_path)[0]["samples"] if card["marks"]}
     assert [(index, mark["short"]) for index, of_sample in marks.items() for mark in of_sample] == [(5, "constant")]
 
@@ -172,12 +166,11 @@ def test_hostile_content_stays_text(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_thousand_samples_fit_in_ten_megabytes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    with tc.ShardWriter(f"{tmp_path}/%05d.tar", fsync=False) as sink:
-        for i in range(1000):
-            # noise compresses least, and Chinese takes most bytes
-            small = {f"tensor {n}": torch.randn(20) for n in range(20)}
-            latent = torch.randn(16, 32, 32, dtype=torch.bfloat16)
-            sink.write(f"{i:05d}", {"latent": latent, "prompt": "山水" * 2000, "name": "<>" * 500, **small})
+    # noise compresses least, and Chinese takes most bytes
+    texts = {"prompt": "山水" * 2000, "name": "<>" * 500}
+    smalls = [{f"tensor {n}": torch.randn(20) for n in range(20)} for _ in range(1000)]
+    samples = [{"latent": torch.randn(16, 32, 32).bfloat16(), **texts, **small} for small in smalls]
+    write(tmp_path, samples, max_samples=1000)
     report, page, _ = view(tmp_path)
     assert len(report["samples"]) == 1000
     assert all(card["pictures"] for card in report["samples"])

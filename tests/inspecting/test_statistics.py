@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.reading.batches import write
 
 _DTYPES = (
     "bool uint8 int8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64 complex128 "
@@ -19,19 +19,12 @@ _DTYPES = (
 ).split()
 
 
-def _write(folder: Path, samples: dict[str, Any], **members: Any) -> Path:
-    with tc.ShardWriter(folder / "%d.tar", max_samples=3, fsync=False) as sink:
-        for key, sample in samples.items():
-            sink.write(key, sample, **members)
-    return folder
-
-
 def _num_counted(histogram: dict[str, Any]) -> int:
     return int(histogram["num_below"] + sum(histogram["counts"]) + histogram["num_above"])
 
 
 def _histograms(folder: Path, tensors: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    _write(folder, {"a": tensors})
+    write(folder, {"a": tensors})
     shown = json_of("show", folder, "a")["tensors"]
     histograms = {tensor["name"]: tensor["values"]["histogram"] for tensor in shown}
     assert all(len(histogram["counts"]) <= 64 for histogram in histograms.values())
@@ -75,8 +68,7 @@ def test_values_of_every_dtype(tmp_path: Path) -> None:
         raw = torch.randint(0, 2 if dtype is torch.bool else 256, (60, size), generator=chance, dtype=torch.uint8)
         tensors[str(dtype).removeprefix("torch.")] = raw.view(dtype).reshape(5, 12)
     tensors["large"] = torch.arange(3_000_000).double()  # several parts
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", tensors)
+    write(tmp_path, {"a": tensors})
     shown = {tensor["name"]: tensor["values"] for tensor in json_of("show", tmp_path, "a")["tensors"]}
     for name, tensor in tensors.items():
         found = shown[name]
@@ -107,7 +99,7 @@ def test_values(tmp_path: Path) -> None:
         "bytes": (np.array([b"x"]), None),
         "date": (np.array(["2020-01-01"], "M8[D]"), None),
     }
-    _write(tmp_path, {"a": {name: value for name, (value, _) in cases.items()}})
+    write(tmp_path, {"a": {name: value for name, (value, _) in cases.items()}})
     for tensor in json_of("show", tmp_path, "a")["tensors"]:
         found, expected = tensor["values"], cases[tensor["name"]][1]
         if expected is None:
@@ -119,12 +111,11 @@ def test_values(tmp_path: Path) -> None:
 
 
 def test_a_bool_that_is_none_names_its_place(tmp_path: Path) -> None:
-    folder = _write(tmp_path / "cache", {"a": {"m": torch.ones(64, dtype=torch.bool)}})
-    shard = folder / "0.tar"
+    shard = Path(write(tmp_path / "0.tar", {"a": {"m": torch.ones(64, dtype=torch.bool)}}))
     content = shard.read_bytes()
     at = content.index(b"\1" * 64)
     shard.write_bytes(content[:at] + b"\7" + content[at + 1 :])
-    for arguments in (["stats", folder], ["show", folder, "a"]):
+    for arguments in (["stats", shard], ["show", shard, "a"]):
         assert "sample 'a': tensor 'm'" in run(*arguments, status=1).stderr
 
 
@@ -137,7 +128,7 @@ def test_a_cache(tmp_path: Path) -> None:
     samples["3"]["x"][0, 0] = float("nan")
     samples["5"]["x"][0, :2] = float("inf")
     samples["6"]["more"] = samples["7"]["more"] = np.arange(10)
-    folder = _write(tmp_path / "cache", samples, json={"a": 1})
+    folder = write(tmp_path / "cache", samples, lambda i: {"json": {"a": 1}}, max_samples=3)
     found, some = json_of("stats", folder), json_of("stats", folder, "--samples", 2)
     assert (found["num_samples"], found["num_shards"], found["num_examined"]) == (8, 3, 8)
     assert found["members"] == {"json": 8}
@@ -167,12 +158,12 @@ def test_a_cache(tmp_path: Path) -> None:
 
 def test_equal_bytes_of_two_dtypes_are_two_tensors(tmp_path: Path) -> None:
     samples = {"a": {"x": torch.zeros(8)}, "b": {"x": torch.zeros(8, dtype=torch.int32)}}
-    found = json_of("stats", _write(tmp_path / "cache", samples))
+    found = json_of("stats", write(tmp_path, samples))
     assert found["repeats"]["num_tensors"] == 0
     assert found["tensors"][0]["dtypes"] == ["float32", "int32"]
 
 
 def test_many_names(tmp_path: Path) -> None:
-    found = json_of("stats", _write(tmp_path, {"a": {f"t{i}": torch.full((2,), i) for i in range(1200)}}))
+    found = json_of("stats", write(tmp_path, {"a": {f"t{i}": torch.full((2,), i) for i in range(1200)}}))
     assert len(found["tensors"]) == 1200
     assert sum(tensor["values"] is not None for tensor in found["tensors"]) == 1000

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.inspecting.caches import view
+from tests.reading.batches import write
 
 
 @pytest.fixture
@@ -22,8 +22,7 @@ def tree_of(tmp_path: Path) -> Any:
     """Return a function of a sample that returns its structure in `show --json`."""
 
     def show(sample: Any) -> dict[str, Any]:
-        with tc.ShardWriter(tmp_path / "0.tar", fsync=False, overwrite=True) as sink:
-            sink.write("a", sample)
+        write(tmp_path / "0.tar", {"a": sample}, overwrite=True)
         assert run("show", tmp_path, "a").stdout
         structure: dict[str, Any] = json_of("show", tmp_path, "a")["structure"]
         return structure
@@ -98,9 +97,7 @@ def test_deep_and_cyclic_samples_end(tree_of: Any) -> None:
 
 
 def test_samples_that_differ(tmp_path: Path) -> None:
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"a": [torch.zeros(2)] * 2, "b": {"c": torch.zeros(1)}, "d": None})
-        sink.write("b", {"b": None, 5: "x", "d": 7})
+    write(tmp_path, [{"a": [torch.zeros(2)] * 2, "b": {"c": torch.zeros(1)}, "d": None}, {"b": None, 5: "x", "d": 7}])
     a, b, d, five = view(tmp_path)[0]["structure"]["children"]
     assert (a["name"], a["num_samples"], len(a["children"]), a["types"]) == ("a", 1, 2, ["list"])
     assert (b["text"], b["num_samples"], b["children"][0]["num_samples"]) == ("dict or None of 1", 2, 1)

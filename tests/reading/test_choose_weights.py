@@ -77,22 +77,10 @@ def test_names_that_are_chosen_together(cache: Any) -> None:
                 assert info.choices["text"].tolist() == batch["text"][:, 1].tolist()
                 counts.update(info.choices["prompt"].tolist())
         assert abs(counts[0] / counts.total() - 3 / 7) < 0.04
+    assert cache.read_batch([4], choose=choose)["text"].tolist() == [[4, 0]]  # without choices=, the first alternative
     prefixed = {"a.text": {"a.captions.0": 2, "a.captions.*": 1}}
     joined = choices_of(tc.join({"a": cache}), prefixed, num_epochs=2)
     assert any((choices["a.text"] == 0).sum() > 36 for choices in joined)
-
-
-def test_a_choice_depends_on_its_sample_alone(tmp_path: Path) -> None:
-    """Samples have different numbers of captions, and any batch size gives the same choices."""
-    samples = [{"captions": [torch.tensor([i, n]) for n in range(1 + i % 5)]} for i in range(COUNT)]
-    with tc.open(write(tmp_path, samples, max_samples=15)) as cache:
-        choose = {"text": {"captions.0": 2, "captions.*": 1}}
-        whole = np.concatenate([choices["text"] for choices in choices_of(cache, choose, 3)])
-        for batch_size in (1, 7):
-            parts = choices_of(cache, choose, 3, batch_size=batch_size)
-            assert np.concatenate([choices["text"] for choices in parts])[: len(whole)].tolist() == whole.tolist()
-        first = cache.read_batch([4], choose=choose)  # without choices=, the first alternative
-        assert first["text"].tolist() == [[4, 0]]
 
 
 # the choices of ten samples in two epochs, by the first release with `choose=`

@@ -36,9 +36,8 @@ folder = folder_of(PHOTOS, members=others, max_samples=40, fingerprint={"model":
 def test_summaries_are_printable(tmp_path: Path) -> None:
     """No name can reorder the text of a terminal, erase it or begin a line."""
     names = ["\u202eevil", "\u2066x", "\u2028", "\x1b[2J", "a\nb", "\x9b2J", "\u200b"]
-    with tc.ShardWriter(tmp_path / "0.tar", fsync=False) as sink:
-        sink.write("a", {"v": dict.fromkeys(names, "\u202e"), "t": {name: torch.zeros(1) for name in names}, "é": 1})
-    with tc.open(tmp_path) as cache:
+    sample = {"v": dict.fromkeys(names, "\u202e"), "t": {name: torch.zeros(1) for name in names}, "é": 1}
+    with tc.open(write(tmp_path, [sample])) as cache:
         for text in (str(cache.describe()), repr(cache)):
             assert all(line.isprintable() for line in text.split("\n"))
             assert len(text.split("\n")) < 4 + 3 * len(names)

@@ -18,6 +18,8 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
+from tests.reading.batches import write as write_samples
+from tests.shards.damage import change_manifest
 
 UNLISTED = (
     r"manifest\.json does not list 3 of the shards in the folder \('b-000000\.tar', 'b-000001\.tar', 'b-000002\.tar'\)"
@@ -29,10 +31,8 @@ BOTH_REMEDIES = r"add them with `tensorcache index .*`.*, or move them to anothe
 
 
 def write(folder: Path, count: int, name: str = "a", **options: Any) -> Path:
-    with tc.ShardWriter(folder / f"{name}-%06d.tar", max_samples=20, fsync=False, **options) as sink:
-        for i in range(count):
-            sink.write(f"{name}{i:03d}", {"v": torch.full((4,), i + 1000 * (name == "b"))})
-    return folder
+    samples = {f"{name}{i:03d}": {"v": torch.full((4,), i + 1000 * (name == "b"))} for i in range(count)}
+    return Path(write_samples(folder / f"{name}-%06d.tar", samples, max_samples=20, **options)).parent
 
 
 @pytest.fixture
@@ -131,11 +131,9 @@ def test_index_keeps_what_the_manifest_alone_knows(a: Path, tmp_path: Path) -> N
     folder = write(tmp_path / "c", 20, "c", footer=False, fingerprint={"model": "m"})
     (folder / "sub").mkdir()
     shutil.copy(a / "a-000000.tar", folder / "sub")
-    document = json.loads((folder / "manifest.json").read_text())
     entry = {"url": "sub/a-000000.tar", "nsamples": 20, "filesize": os.path.getsize(a / "a-000000.tar")}
-    document["shardlist"].append(entry)
-    document["tensorcache"]["mine"] = [1]
-    (folder / "manifest.json").write_text(json.dumps(document))
+    change_manifest(folder, lambda document: document["shardlist"].append(entry))
+    change_manifest(folder, lambda document: document["tensorcache"].update(mine=[1]))
     run("index", folder)
     after = json.loads((folder / "manifest.json").read_text())
     assert after["tensorcache"]["fingerprints"] == {"c-000000.tar": {"model": "m"}}

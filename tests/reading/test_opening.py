@@ -17,6 +17,7 @@ import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.reading.batches import write
 from tests.same import assert_same
+from tests.shards.damage import change_manifest
 
 COUNT = 12
 
@@ -132,13 +133,6 @@ def test_names(write_shard: Callable[..., str]) -> None:
             tc.open(source, cache=name)
 
 
-def change(folder: Path, edit: Callable[[Any], Any]) -> None:
-    path = folder / "manifest.json"
-    document = json.loads(path.read_text())
-    edit(document)
-    path.write_text(json.dumps(document))
-
-
 def test_shards_of_another_size(folder: Path) -> None:
     with open(folder / "train-000001.tar", "ab") as file:
         file.write(b"x")
@@ -155,12 +149,13 @@ def test_another_number_of_samples(folder: Path, count: int, table: str) -> None
     )
     if table == "caches":
         count = count or 1
-        change(folder, lambda document: document["tensorcache"]["caches"]["train-000001.tar"].update({"": count}))
+        counts = {"train-000001.tar": {"": count}}
+        change_manifest(folder, lambda document: document["tensorcache"]["caches"].update(counts))
         message = f"train-000001.tar: 5 samples with cache '', but the manifest lists {count}"
     else:
-        change(folder, lambda document: document["shardlist"][1].update(nsamples=count))
+        change_manifest(folder, lambda document: document["shardlist"][1].update(nsamples=count))
     if table == "shards alone":
-        change(folder, lambda document: document["tensorcache"].pop("caches"))
+        change_manifest(folder, lambda document: document["tensorcache"].pop("caches"))
         with pytest.raises(tc.FormatError, match=message):
             tc.open(folder)
         return
@@ -174,7 +169,7 @@ def test_another_number_of_samples(folder: Path, count: int, table: str) -> None
 
 @pytest.mark.parametrize("counts", [3, {"": 0}, {"": "5"}, {"": None}, {"": 1 << 63}, {"": True}], ids=repr)
 def test_counts_that_are_none(folder: Path, counts: Any) -> None:
-    change(folder, lambda document: document["tensorcache"]["caches"].update({"train-000001.tar": counts}))
+    change_manifest(folder, lambda document: document["tensorcache"]["caches"].update({"train-000001.tar": counts}))
     message = r"manifest.json: train-000001.tar has caches .*, expected numbers of samples"
     with pytest.raises(tc.FormatError, match=message):
         tc.open(folder)

@@ -8,38 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import wds_tensorcache as tc
 from tests.reading.batches import folder_of, write
-from wds_tensorcache.errors import list_names, unknown_name
-
-BOUND = 1000  # characters
-
 
 TEXTS, ALPHAS = [{"state": torch.zeros(1 + i % 3, 2)} for i in range(120)], ({}, {"alpha": torch.zeros(1)})
 SAMPLES = {f"{i:06d}": {"latent": torch.zeros(4), "text": text, **ALPHAS[i % 2]} for i, text in enumerate(TEXTS)}
 folder = folder_of(SAMPLES, members=lambda i: {"json": {"i": i}, "jpg": b""}, max_samples=50)
 
 
-@given(st.lists(st.text(max_size=500), max_size=30), st.text(max_size=200))
-@example([f"{'x' * 500}{i}" for i in range(100_000)], "y" * 10_000)
-def test_lists_are_bounded(known: list[str], wanted: str) -> None:
-    message = unknown_name("tensor", wanted, known)
-    assert len(message) < BOUND
-    assert any(repr(name)[:80] in message for name in known) if known else message.endswith("; there are none")
-
-
-@given(st.sets(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=20), st.randoms())
-def test_what_was_wanted_comes_first(known: set[str], rng: Any) -> None:
-    names = sorted(known)
-    rng.shuffle(names)
-    wanted = names[-1]
-    assert list_names(names, wanted).startswith(repr(wanted))
-    listed = list_names(names)
-    assert listed.startswith(", ".join(map(repr, names[:8])))
-    assert listed.endswith(f" and {len(names) - 8} more") is (len(names) > 8)
+def test_messages_are_bounded(tmp_path: Path) -> None:
+    """The names that are like the wanted one come first, and only a few others."""
+    names = [f"{i}{'x' * 500}" for i in range(2000)] + [f"abc{i}" for i in range(20)]
+    with tc.open(write(tmp_path, [{name: torch.zeros(1) for name in names[::-1]}])) as cache:
+        for wanted, first in (("y" * 10_000, "abc19"), ("abc7x", "abc7")):
+            with pytest.raises(KeyError, match=f"there are '{first}', .* and 2,012 more") as raised:
+                cache.select(wanted)
+            assert len(str(raised.value)) < 1000
 
 
 def test_a_key_without_its_folders_names_the_key_in_them(tmp_path: Path) -> None:

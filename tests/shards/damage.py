@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,14 @@ def faults(source: Any, **options: Any) -> list[tuple[str | None, str]]:
     assert report.faults == tc.verify(source, num_threads=3, **options).faults
     assert report.ok is (not report.faults)
     return [(fault.key, fault.what) for fault in report.faults]
+
+
+def change_manifest(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change the JSON of a folder's manifest in place."""
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:

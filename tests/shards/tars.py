@@ -76,6 +76,16 @@ def build_with_tarfile(members: list[Any], format: int = tarfile.PAX_FORMAT, **o
     return file.getvalue()
 
 
+def fix_checksums(archive: bytes) -> bytes:
+    """Return a tar with the checksum of each header as its changed bytes need it."""
+    fixed = bytearray(archive)
+    for at in range(0, len(fixed) - BLOCK + 1, BLOCK):
+        if fixed[at + 257 : at + 262] == b"ustar":
+            fixed[at + 148 : at + 156] = b" " * 8
+            fixed[at + 148 : at + 156] = b"%06o\0 " % sum(fixed[at : at + BLOCK])
+    return bytes(fixed)
+
+
 def special(name: str, kind: bytes, **attributes: Any) -> tuple[tarfile.TarInfo, bytes]:
     member = tarfile.TarInfo(name)
     member.type = kind

@@ -13,6 +13,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.reading.batches import write as write_samples
+from tests.shards.damage import change_manifest
 
 MADE: dict[str, Any] = {"model": "vae", "revision": "a1b2", "scale": 0.18215, "crop": [256, 256], "dtype": "bfloat16"}
 OTHER = {**MADE, "revision": "c3"}
@@ -98,11 +99,9 @@ def test_what_is_no_fingerprint(tmp_path: Path, wrong: Any) -> None:
 
 
 def test_a_manifest_with_other_values(tmp_path: Path) -> None:
-    manifest = write(tmp_path) / "manifest.json"
-    document = json.loads(manifest.read_text())
+    write(tmp_path)
     for wrong, error in ((5, tc.StaleCacheError), ({"0.tar": [1]}, tc.FormatError)):
-        document["tensorcache"]["fingerprints"] = wrong
-        manifest.write_text(json.dumps(document))
+        change_manifest(tmp_path, lambda document, wrong=wrong: document["tensorcache"].update(fingerprints=wrong))
         with pytest.raises(error):
             tc.open(tmp_path, expect=MADE)
 

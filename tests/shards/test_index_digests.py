@@ -16,7 +16,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import run_any
 from tests.reading.batches import write as write_samples
-from tests.shards.damage import flip
+from tests.shards.damage import change_manifest, flip
 
 OTHER = (
     r"a-000001\.tar: another shard has replaced the one that was listed: its index has the digest ([0-9a-f]{16}), but "
@@ -100,10 +100,7 @@ def test_index_lists_it(replaced: Path, argument: str) -> None:
 def test_a_manifest_without_digests(tmp_path: Path) -> None:
     """As earlier versions have written it."""
     folder = write(tmp_path / "a")
-    document = json.loads((folder / "manifest.json").read_text())
-    for entry in document["shardlist"]:
-        del entry["index"]
-    (folder / "manifest.json").write_text(json.dumps(document))
+    change_manifest(folder, lambda document: [entry.pop("index") for entry in document["shardlist"]])
     with tc.open(folder) as cache:
         assert [cache[i]["v"][0] for i in (0, 20, 40)] == [0, 20, 40]
     assert tc.verify(folder).ok

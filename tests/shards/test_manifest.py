@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.reading.batches import write as write_samples
+from tests.shards.damage import change_manifest
 from tests.shards.tars import build
 from wds_tensorcache.writing.index_shard import index_folder
 
@@ -164,10 +165,9 @@ def folder(tmp_path: Path) -> Path:
 
 def relist(folder: Path, *urls: str) -> None:
     """List other urls, each with what the manifest said of its file."""
-    document = json.loads((folder / "manifest.json").read_text())
-    said = {entry["url"]: entry for entry in document["shardlist"]}
-    document["shardlist"] = [{**said.get(os.path.basename(url), said["0.tar"]), "url": url} for url in urls]
-    (folder / "manifest.json").write_text(json.dumps(document))
+    said = {entry["url"]: entry for entry in json.loads((folder / "manifest.json").read_text())["shardlist"]}
+    entries = [{**said.get(os.path.basename(url), said["0.tar"]), "url": url} for url in urls]
+    change_manifest(folder, lambda document: document.update(shardlist=entries))
 
 
 SPELLINGS = ["./0.tar", "soft.tar", "hard.tar", "sub/link/0.tar"]
@@ -240,11 +240,9 @@ def test_the_longest_names(folder: Path) -> None:
 
 @pytest.mark.parametrize("table", ["caches", "fingerprints"])
 def test_writers_and_verify_refuse_tables_that_readers_ignore(tmp_path: Path, table: str) -> None:
-    path = write(tmp_path)
+    write(tmp_path)
     for value in (None, 5, []):
-        document = json.loads(path.read_text())
-        document["tensorcache"][table] = value
-        path.write_text(json.dumps(document))
+        change_manifest(tmp_path, lambda document, value=value: document["tensorcache"].update({table: value}))
         assert tc.open(tmp_path)[0] == {"x": 0}
         assert not tc.verify(tmp_path).ok
         with pytest.raises(tc.FormatError, match="must both be objects"):

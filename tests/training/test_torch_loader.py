@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.training.loaders import COUNT, keys, modes, only_numbers, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than cores
@@ -234,10 +235,8 @@ def test_a_function_that_raises_stop_iteration_ends_no_epoch(cache: Any, num_wor
 
 def test_a_dataset_with_alternatives_can_be_pickled_after_its_use(tmp_path: Path) -> None:
     """`spawn` pickles it at the start of each epoch, and `info.choices` uses the alternatives."""
-    with tc.ShardWriter(tmp_path / "%06d.tar") as writer:
-        for i in range(4):
-            writer.write(str(i), {"a": torch.tensor([i]), "b": torch.tensor([10 + i])})
-    sampler = tc.StepSampler(tc.open(tmp_path), 4, seed=1)
+    samples = [{"a": torch.tensor([i]), "b": torch.tensor([10 + i])} for i in range(4)]
+    sampler = tc.StepSampler(tc.open(write(tmp_path, samples)), 4, seed=1)
     dataset = tc.StepDataset(sampler, choose={"x": ["a", "b"]})
     (step,) = sampler
     batch = dataset[step]

@@ -384,9 +384,8 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
 
 def test_other_members_of_samples_stay(tmp_path: Path) -> None:
     """Of those that stay; a build refuses caches that it would not make."""
-    with tc.ShardWriter(tmp_path / "0", fingerprint=MADE, fsync=False, max_samples=5) as sink:
-        for i in range(8):
-            sink.write(f"k{i:03d}", double([{"value": i}])[0], jpg=bytes([i]) * 999, **{"digest.txt": f"v{i}"})
+    samples = {f"k{i:03d}": double([{"value": i}])[0] for i in range(8)}
+    write(tmp_path / "0", samples, lambda i: {"jpg": bytes([i]) * 999, "digest.txt": f"v{i}"}, fingerprint=MADE)
     make(numbered(8, k001=101), tmp_path / "1", reuse=tmp_path / "0")
     found, old = by_key(tmp_path / "1"), by_key(tmp_path / "0")
     assert {key: found[key] for key in found if key != "k001"} == {key: old[key] for key in old if key != "k001"}
@@ -408,9 +407,9 @@ def test_drop_names_the_key_of_a_name(tmp_path: Path) -> None:
 def test_one_key_in_several_shards(tmp_path: Path) -> None:
     """One of them stays: the first that is right, or the first of all."""
     for name, value in (("0.tar", 1), ("1.tar", 2), ("2.tar", 3)):
-        with tc.ShardWriter(tmp_path / "0" / name, fsync=False, fingerprint=MADE) as sink:
-            sink.write("a", double([{"value": value}])[0], **{"digest.txt": f"v{value}"})
-            sink.write(f"b{value}", double([{"value": value}])[0], **{"digest.txt": f"v{value}"})
+        samples = dict.fromkeys(("a", f"b{value}"), double([{"value": value}])[0])
+        members = {"digest.txt": f"v{value}"}
+        write(tmp_path / "0" / name, samples, lambda i, members=members: members, fingerprint=MADE)
     others = {f"b{value}": value for value in (1, 2, 3)}
     for value, order in ((2, ["b1", "a", "b2", "b3"]), (9, ["a", "b1", "b2", "b3"])):
         make({"a": value} | others, tmp_path / f"{value}", reuse=tmp_path / "0")
