@@ -45,9 +45,10 @@ _LEAD_NBYTES = 1 << 19  # the caller's thread copies this much until the other t
 # Samples of this size are probed one by one, which takes 1 us each; to announce 450 KB that are in memory takes 7 us.
 _LARGE_NBYTES = 1 << 16
 _NUM_PROBES = 4
-# To look at all pages of a sample takes 3 us. So unless pages were missing lately, few samples of few batches are looked at.
+# To look at all pages of a sample takes 3 us, and 30 us after a large copy, which empties the CPU's caches. So unless pages
+# were missing lately, few samples of few batches are looked at.
 _NUM_LOOKS = 8
-_LOOK_S = 0.004
+_LOOK_S = 0.02
 _SHORT_S = 1.0
 _next_look = _short_until = 0.0  # by `monotonic`; memory counts as short until `_short_until`
 _IN_FLIGHT = 32  # the number of announced samples that keeps a disk busy
@@ -238,7 +239,7 @@ def _openmp_setter() -> Callable[[int], object] | None:
 
 
 def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | None) -> Array:
-    """Return the positions of the samples to announce, ascending; none within 4 ms of the last look, unless memory is short.
+    """Return the positions of the samples to announce, ascending; none within 20 ms of the last look, unless memory is short.
 
     Large samples are announced if they are not in memory. Of small samples, a few are probed, and all are announced if a probed
     sample is not in memory. `base` contains the addresses of the samples' maps.
