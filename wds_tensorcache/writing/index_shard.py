@@ -71,8 +71,6 @@ def index_shard(
 ) -> tuple[ShardIndex, str | None]:
     """Index a shard as `write_index` does; return the index, and the path of the manifest if the shard was added to one."""
     is_remote = is_url(path)
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"{path} is a folder; `tensorcache index {path}` indexes its shards")
     if index_folder is not None and not is_remote:
         raise ValueError(
             f"{path} is local: index_folder= is for shards at urls, since the index must be next to the shard"
