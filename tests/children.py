@@ -61,9 +61,9 @@ def run_in_child(work: Callable[[], object], kill_after_s: float | None = None) 
     return finish([child])[0]
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Wait until a condition is true; fail after a minute."""
-    deadline = time.monotonic() + 60
+def wait_until(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    """Wait until a condition is true; fail after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.0005)

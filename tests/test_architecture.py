@@ -84,7 +84,7 @@ for step in steps:
         ("loader = tc.Loader(tc.open(sys.argv[1]), 1)", "next(iter(loader))"),
     ],
 )
-def test_what_other_threads_do_imports_nothing(tmp_path: Path, before: str, after: str) -> None:
+def test_other_threads_import_nothing(tmp_path: Path, before: str, after: str) -> None:
     """A child that is forked while another thread imports a module waits forever when it imports that module, too."""
     with tc.ShardWriter(tmp_path) as sink:
         sink.write("a", {"x": torch.ones(3)})

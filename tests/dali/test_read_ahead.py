@@ -55,7 +55,9 @@ def test_errors_come_with_their_batch_and_again(tmp_path: Path, num_threads: int
         for iteration in (*range(10), *range(10)):
             if iteration == 6:
                 for _ in range(2):
-                    with pytest.raises(tc.BatchError, match="sample '013' has no tensor 'y', but DALI needs .*; leave"):
+                    with pytest.raises(
+                        tc.BatchError, match="sample '013' has no tensor 'y', but DALI needs it .*; leave"
+                    ):
                         request(source, 0, iteration)
             else:
                 assert len(request(source, 0, iteration)[-1]) == 2
@@ -119,7 +121,7 @@ def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str | None) -> 
         source = weakref.ref(iterator._source)
         assert name is None or cache._store.pool._leases
         del iterator, made
-        wait_until(lambda: not threads())
+        wait_until(lambda: not threads(), timeout_s=10)
         assert source() is None
         assert not cache._store.pool._leases
     finally:

@@ -158,12 +158,12 @@ def test_a_cache(tmp_path: Path) -> None:
 
 def test_equal_bytes_of_two_dtypes_are_two_tensors(tmp_path: Path) -> None:
     samples = {"a": {"x": torch.zeros(8)}, "b": {"x": torch.zeros(8, dtype=torch.int32)}}
-    found = json_of("stats", write(tmp_path, samples))
-    assert found["repeats"]["num_tensors"] == 0
-    assert found["tensors"][0]["dtypes"] == ["float32", "int32"]
+    stats = json_of("stats", write(tmp_path, samples))
+    assert stats["repeats"]["num_tensors"] == 0
+    assert stats["tensors"][0]["dtypes"] == ["float32", "int32"]
 
 
 def test_many_names(tmp_path: Path) -> None:
-    found = json_of("stats", write(tmp_path, {"a": {f"t{i}": torch.full((2,), i) for i in range(1200)}}))
-    assert len(found["tensors"]) == 1200
-    assert sum(tensor["values"] is not None for tensor in found["tensors"]) == 1000
+    stats = json_of("stats", write(tmp_path, {"a": {f"t{i}": torch.full((2,), i) for i in range(1200)}}))
+    assert len(stats["tensors"]) == 1200
+    assert sum(tensor["values"] is not None for tensor in stats["tensors"]) == 1000

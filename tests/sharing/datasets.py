@@ -54,6 +54,6 @@ def read_all(shared: tc.SharedDataset, seed: int, epochs: int = 2) -> None:
 
 
 def wait_until_empty(directory: Path) -> None:
-    """Wait until all shared memory in a folder is freed."""
+    """Wait until all shared memory in a folder is freed; fail after 20 s."""
     [base] = directory.iterdir()
-    wait_until(lambda: not list(base.iterdir()))
+    wait_until(lambda: not list(base.iterdir()), timeout_s=20)

@@ -167,7 +167,7 @@ def test_a_forked_child_is_a_holder_before_its_first_access(directory: Path) -> 
     child = start(wait)
     try:
         shared.close()
-        wait_until(lambda: [info.holders for info in tc.shared_list(directory)] == [(child,)])
+        wait_until(lambda: [info.holders for info in tc.shared_list(directory)] == [(child,)], timeout_s=10)
         with pytest.raises(BlockingIOError, match=rf"processes \[{child}\]"):
             tc.shared_clear("held", directory)
     finally:
