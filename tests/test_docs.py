@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import sys
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.commands import the_server
 from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.write_server import shared_server
 
@@ -33,7 +33,7 @@ NEEDS = {
 }  # by page; all other pages need nothing optional
 # By page, the address of a server of the current folder.
 SERVED = dict.fromkeys(("remote.md", "node_cache.md", "several_nodes.md"), "https://data.example.org")
-LONG = {"command_line.md", "importing.md", "ray.md"}  # pages that run many commands, or start a cluster
+LONG = {"command_line.md", "ray.md"}  # pages that run many commands, or start a cluster
 IN_STORES = {"remote_writing.md"}  # pages that write to s3://bucket
 
 
@@ -47,14 +47,25 @@ def _blocks(text: str) -> list[str]:
     Each is moved down to its line so that errors name the right one.
     """
     return [
-        "\n" * text.count("\n", 0, match.start(2)) + (match[2] if match[1] == "python" else _COMMANDS.format(match[2]))
+        "\n" * text.count("\n", 0, match.start(2))
+        + (match[2] if match[1] == "python" else f"run_commands({match[2]!r})")
         for match in re.finditer(r"^```(python|bash)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
         if match[1] == "python" or match[2].startswith("tensorcache ")
     ]
 
 
-_COMMANDS = """import subprocess
-subprocess.run(["bash", "-euc", {!r}], check=True)"""
+def run_commands(text: str) -> None:
+    """Run lines as a shell does: `tensorcache WORDS > FILE    # comment`."""
+    for line in text.splitlines():
+        (program, *words), target = shlex.split(line, comments=True), None
+        if ">" in words:
+            *words, _, target = words
+        result = the_server().run(*words, cwd=Path.cwd())
+        assert (program, result.status) == ("tensorcache", 0), result.err
+        if target is None:
+            print(result.out)
+        else:
+            Path(target).write_bytes(result.stdout)
 
 
 def _anchors(text: str) -> set[str]:
@@ -86,9 +97,8 @@ def test_python_blocks_run(
     for needed in NEEDS.get(path.name, []):
         pytest.importorskip(needed)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
     monkeypatch.setenv("TENSORCACHE_INDEXES", "off")
-    namespace: dict[str, Any] = {}
+    namespace: dict[str, Any] = {"run_commands": run_commands}
     everything, address = "", SERVED.get(path.name)
     with contextlib.ExitStack() as stack:
         server = None if address is None else stack.enter_context(HttpServer(tmp_path))
