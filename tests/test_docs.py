@@ -33,7 +33,7 @@ NEEDS = {
 }  # by page; all other pages need nothing optional
 # By page, the address of a server of the current folder.
 SERVED = dict.fromkeys(("remote.md", "node_cache.md", "several_nodes.md"), "https://data.example.org")
-LONG = {"command_line.md", "ray.md"}  # pages that run many commands, or start a cluster
+LONG = {"command_line.md", "ray.md", "training.md"}  # pages that run many commands, or start a cluster or trainers
 IN_STORES = {"remote_writing.md"}  # pages that write to s3://bucket
 
 

@@ -110,7 +110,7 @@ def leaves_of(value: Any) -> list[Any]:
 # --- trainers' walks over batches ---
 
 
-@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("mover", [pytest.param("lightning", marks=pytest.mark.long), "accelerate"])
 @pytest.mark.parametrize("kind", ["stack", "list", "pad", "filled", "loader", "nested"])
 def test_batches_are_moved(cache: Any, kind: str, mover: str) -> None:
     """Tensors move to the device, and no other value is decoded or rebuilt."""
@@ -249,6 +249,7 @@ def loader_of(kind: str, cache: Any) -> Any:
     return DataLoader(numbers, batch_size=4, collate_fn=cache.read_batch, num_workers=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["Loader", "torch_loader, workers", "workers"])
 def test_a_trainer(cache: Any, plain: Any, kind: str) -> None:
     cache = plain if kind.endswith("workers") else cache
@@ -296,12 +297,10 @@ def test_batches_are_not_skipped_twice(plain: Any, num_workers: int) -> None:
             next(iter(accelerate.skip_first_batches(loader, number - 1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "second", "before", "after"),
-    [
-        pytest.param("torch_loader, workers", "Loader", 1, 4, marks=pytest.mark.long),
-        ("Loader", "torch_loader", 4, 1),
-    ],
+    [("torch_loader, workers", "Loader", 1, 4), ("Loader", "torch_loader", 4, 1)],
 )
 @pytest.mark.parametrize("saved", [{"every_n_train_steps": 1}, {"every_n_epochs": 1, "save_on_train_epoch_end": True}])
 def test_a_trainer_resumes_with_steps_of_any_size(
@@ -463,6 +462,7 @@ def test_batches_by_position_in_several_epochs(plain: Any) -> None:
 # --- training by iterations ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "callbacks"), [("Loader", []), ("Loader", [resume_loaders]), ("torch_loader", [])])
 def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callbacks: list[Any]) -> None:
     """Lightning's epochs of 4 batches see all 6 batches of the loader, also after each checkpoint and with `max_steps`."""

@@ -202,8 +202,9 @@ def test_draws_belong_to_passes(all_modes: dict[str, Mode], pure: Pure, mode: st
 @pytest.mark.parametrize(
     ("mode", "last", "world_size"),
     [(mode, "short", 3) for mode in MODES]
+    + [(mode, last, 2) for mode in ("all", "mix+buckets", "repeats+buckets") for last in LAST]
     + [pytest.param(mode, "short", 1, marks=pytest.mark.long) for mode in MODES]
-    + [(mode, last, 2) for mode in ("all", "buckets", "weights", "mix+buckets", "repeats+buckets") for last in LAST],
+    + [pytest.param(mode, last, 2, marks=pytest.mark.long) for mode in ("buckets", "weights") for last in LAST],
 )
 def test_from_every_step(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, world_size: int) -> None:
     """Of an epoch; resumed with steps of other sizes to the end of the epoch, and into the next one."""
@@ -243,9 +244,12 @@ def test_chains(all_modes: dict[str, Mode], pure: Pure, mode: str, last: str, ru
 
 @pytest.mark.parametrize(
     ("mode", "kind", "workers"),
-    [(mode, tc.Loader, 2) for mode in ("blocks", "weights+buckets", "mix+weights", "repeats+buckets")]
-    + [("mix+weights", tc.torch_loader, 0), ("repeats+buckets", tc.torch_loader, 1)]
-    + [pytest.param("blocks", tc.torch_loader, 1, marks=pytest.mark.long)],
+    [("mix+weights", tc.Loader, 2), ("repeats+buckets", tc.torch_loader, 1)]
+    + [
+        pytest.param(mode, tc.Loader, 2, marks=pytest.mark.long)
+        for mode in ("blocks", "weights+buckets", "repeats+buckets")
+    ]
+    + [pytest.param(mode, tc.torch_loader, 1, marks=pytest.mark.long) for mode in ("blocks", "mix+weights")],
 )
 def test_loaders(all_modes: dict[str, Mode], mode: str, kind: Any, workers: int) -> None:
     """Loaders have the states and batches of the steps above, before and after they resume."""
