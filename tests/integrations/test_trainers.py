@@ -33,6 +33,7 @@ def move_by_lightning(batch: Any, device: torch.device) -> Any:
 
 
 MOVERS: dict[str, Any] = {"lightning": move_by_lightning, "accelerate": send_to_device}
+each_mover = pytest.mark.parametrize("mover", [pytest.param("lightning", marks=pytest.mark.long), "accelerate"])
 
 
 class Pair(NamedTuple):
@@ -110,7 +111,7 @@ def leaves_of(value: Any) -> list[Any]:
 # --- trainers' walks over batches ---
 
 
-@pytest.mark.parametrize("mover", [pytest.param("lightning", marks=pytest.mark.long), "accelerate"])
+@each_mover
 @pytest.mark.parametrize("kind", ["stack", "list", "pad", "filled", "loader", "nested"])
 def test_batches_are_moved(cache: Any, kind: str, mover: str) -> None:
     """Tensors move to the device, and no other value is decoded or rebuilt."""
@@ -140,12 +141,12 @@ def test_batches_are_moved(cache: Any, kind: str, mover: str) -> None:
         assert len(on_meta) >= num_tensors * 3 // 4
 
 
-def test_lazy_tensors_are_moved(cache: Any) -> None:
-    for mover in MOVERS.values():
-        moved = mover({"x": cache[3]["x"], "name": cache[3]["name"]}, torch.device("meta"))
-        assert type(moved["x"]) is torch.Tensor
-        assert moved["x"].is_meta
-        assert moved["name"] == "n3"
+@each_mover
+def test_lazy_tensors_are_moved(cache: Any, mover: str) -> None:
+    moved = MOVERS[mover]({"x": cache[3]["x"], "name": cache[3]["name"]}, torch.device("meta"))
+    assert type(moved["x"]) is torch.Tensor
+    assert moved["x"].is_meta
+    assert moved["name"] == "n3"
     assert cache[3]["x"].to(torch.float64).tolist() == [3.0] * 4
 
 
