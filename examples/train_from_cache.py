@@ -1,6 +1,6 @@
 """Train a text-conditional flow model from cached latents, end to end, in a few minutes on two CPU cores.
 
-    python examples/train_from_cache.py [--out demo_out]
+    python examples/train_from_cache.py [--out demo_out] [--quick]
 
 1. A small autoencoder turns the 1,797 handwritten digits of scikit-learn into latents of 4x6x6.
 2. Latents and text conditioning, nested as diffusion trainers nest them, are written to WebDataset shards.
@@ -52,7 +52,7 @@ def load_images() -> tuple[Tensor, list[int]]:
     return images.clamp(-1, 1), digits.target.tolist()
 
 
-def train_autoencoder(images: Tensor, *, steps: int = 900, batch_size: int = 32) -> AutoEncoder:
+def train_autoencoder(images: Tensor, *, steps: int, batch_size: int = 32) -> AutoEncoder:
     """Return an autoencoder whose decoder forgives small errors in a latent."""
     model, padded = AutoEncoder(), F.pad(images, [MARGIN] * 4, value=-1.0)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -153,7 +153,7 @@ def tensors_of(batch: Any) -> tuple[Tensor, Tensor, Tensor]:
     return latent, text.flatten(0, 1).float(), attributes["pooled_output"].flatten(0, 1).float()
 
 
-def train_flow(urls: list[str], *, epochs: int = 24, batch_size: int = 64, draws: int = 4) -> tuple[Flow, Tensor]:
+def train_flow(urls: list[str], *, epochs: int, batch_size: int = 64, draws: int = 4) -> tuple[Flow, Tensor]:
     """Train on the shards alone; return the model and the latents' `[mean, std]`."""
     with tc.open(urls) as cache:
         count = len(cache)
@@ -262,7 +262,7 @@ def make_realistic_samples(count: int) -> list[Any]:
     return samples
 
 
-def time_formats(title: str, samples: list[Any], *, rounds: int = 5) -> list[str]:
+def time_formats(title: str, samples: list[Any], *, rounds: int) -> list[str]:
     """Return one line of the table per format."""
     formats: dict[str, tuple[Any, Any]] = {
         "tensorcache": (tc.encoder(), tc.decode()),
@@ -307,18 +307,20 @@ def time_formats(title: str, samples: list[Any], *, rounds: int = 5) -> list[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for shards, weights and picture")
-    out = parser.parse_args().out
+    parser.add_argument("--quick", action="store_true", help="a twelfth of the training, and one round: does it run")
+    options = parser.parse_args()
+    out, part = options.out, 12 if options.quick else 1
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     # Physical cores only: with more threads, OpenMP spins and becomes ten times slower next to a busy process.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
 
     images, labels = load_images()
-    autoencoder = train_autoencoder(images)
+    autoencoder = train_autoencoder(images, steps=900 // part)
     torch.save(autoencoder.decoder.state_dict(), out / "decoder.pth")
     urls = write_cache(autoencoder, images, labels, out)
 
-    flow, scale = train_flow(urls)
+    flow, scale = train_flow(urls, epochs=24 // part)
     decoder = AutoEncoder().decoder
     decoder.load_state_dict(torch.load(out / "decoder.pth", weights_only=True))
     draw_samples(flow, scale, decoder, urls, out)
@@ -326,7 +328,9 @@ def main() -> None:
 
     stage = wds.DataPipeline(wds.SimpleShardList(urls), wds.tarfile_to_samples(), tc.decode())
     digits = [tc.realize(sample["tensorcache"]) for sample in stage][:300]
-    lines = time_formats("digits", digits) + time_formats("realistic", make_realistic_samples(200))
+    rounds = 1 if options.quick else 5
+    lines = time_formats("digits", digits, rounds=rounds)
+    lines += time_formats("realistic", make_realistic_samples(200), rounds=rounds)
     print(
         "\nMicroseconds per sample, from the page cache, to read the members of the tar, to open the sample as well, and to"
     )
