@@ -79,6 +79,7 @@ class Server:
         self._context = multiprocessing.get_context("forkserver")
         folder = str(Path(wds_tensorcache.__file__).parent / "cli")
         names = [module.name for module in pkgutil.walk_packages([folder], "wds_tensorcache.cli.")]
+        names += ["wds_tensorcache.checking.repair", "wds_tensorcache.training"]  # which commands import when they run
         self._context.set_forkserver_preload([name for name in names if not name.endswith("__main__")])
 
     def start(
