@@ -200,7 +200,6 @@ def test_a_terminal_shows_progress(tmp_path: Path) -> None:
 
 def run_in_process(work: Callable[..., None], *arguments: object) -> None:
     """Call a function in a process that has a single thread and has not imported pyarrow, so that imports fork."""
-    the_server()  # the new process is a fork of one that has imported torch
     process = get_context("forkserver").Process(target=work, args=arguments)
     process.start()
     process.join()
