@@ -232,7 +232,7 @@ def fill_disks(source: Path, folder: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    source = write_files(tmp_path / "in", 100)
+    source = write_files(tmp_path / "in", 61)
     run_in_process(fill_disks, source, tmp_path)
     run("import", source, tmp_path / "whole", "--max-samples", 30)
     for limit in LIMITS:
