@@ -338,7 +338,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, None], ids=str)
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
 def test_batches_stay_the_same_ones(tmp_path: Path, whole: Path, kind: Any, fails_at: str, error: Any) -> None:
     """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
