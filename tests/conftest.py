@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import multiprocessing
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -28,6 +30,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 # For each worker process of an iteration that an error ended, torch waits for half a second, not for five.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
+
+# Whichever test starts the process of "forkserver" first, it imports torch and the commands once, and not each of its children.
+FOLDER = f"{Path(tc.__file__).parent}/cli"
+COMMANDS = [module.name for module in pkgutil.walk_packages([FOLDER], "wds_tensorcache.cli.")]
+MODULES = ["wds_tensorcache.checking.repair", "wds_tensorcache.training", "tests.remote.written"]
+multiprocessing.set_forkserver_preload([name for name in COMMANDS if not name.endswith("__main__")] + MODULES)
 
 if importlib.util.find_spec("hypothesis"):  # the `gpu` tests run where it cannot be installed
     from hypothesis import HealthCheck, settings

@@ -12,7 +12,6 @@ import functools
 import json
 import multiprocessing
 import os
-import pkgutil
 import pty
 import runpy
 import select
@@ -27,8 +26,6 @@ from dataclasses import dataclass
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any
-
-import wds_tensorcache
 
 _TIMEOUT_S = 60
 _UNSET = ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TTY_COMPATIBLE", "PYTHONIOENCODING")
@@ -77,9 +74,6 @@ class Server:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        folder = str(Path(wds_tensorcache.__file__).parent / "cli")
-        names = [module.name for module in pkgutil.walk_packages([folder], "wds_tensorcache.cli.")]
-        self._context.set_forkserver_preload([name for name in names if not name.endswith("__main__")])
 
     def start(
         self,

@@ -75,7 +75,7 @@ LONG: dict[str, Callable[[Path, str], Any]] = {
 for level in ("chunk", "batch", "sample"):
     options = {"compression": "zstd", "compression_level": level}
     LONG[f"litdata {level}"] = partial(write_chunks, write_litdata, **options)
-NUM_DAMAGES = {"hf-datasets": 150, "mds": 100}
+NUM_DAMAGES = {"hf-datasets": 75, "mds": 60}
 MIN_FAULTS = {"hf-datasets": 21, "mds": 34, "litdata": 4}
 
 

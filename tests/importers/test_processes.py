@@ -160,6 +160,14 @@ def test_interrupt_while_workers_start(tmp_path: Path) -> None:
         assert b"Traceback" not in said.read()
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """200 files of 80 KB, and the cache of an import without a signal; tests only read both."""
+    folder = tmp_path_factory.mktemp("whole")
+    run("import", write_files(folder / "in", 200, width=5000), folder / "out", "--max-samples", 4)
+    return folder / "in", folder / "out"
+
+
 @pytest.mark.parametrize(
     ("number", "victim", "status", "message"),
     [
@@ -171,9 +179,11 @@ def test_interrupt_while_workers_start(tmp_path: Path) -> None:
         long(signal.SIGINT, "parent", 130, "interrupted"),
     ],
 )
-def test_signals(tmp_path: Path, number: signal.Signals, victim: str, status: int, message: str) -> None:
+def test_signals(
+    tmp_path: Path, whole: tuple[Path, Path], number: signal.Signals, victim: str, status: int, message: str
+) -> None:
     """All processes end, also stopped ones; an interrupt of a terminal reaches all, and the parent decides."""
-    source = write_files(tmp_path / "in", 200, width=5000)
+    source, expected = whole
     with stopped_import(source, tmp_path / "out") as (process, workers, output):
         victims = {"first": workers[:1], "second": workers[1:], "parent": [process.pid]}
         send(number, *victims.get(victim, [*workers, process.pid]))
@@ -185,8 +195,7 @@ def test_signals(tmp_path: Path, number: signal.Signals, victim: str, status: in
     assert message in said
     assert "Traceback" not in said
     run("import", source, tmp_path / "out", "--resume", "--max-samples", 4)
-    run("import", source, tmp_path / "whole", "--max-samples", 4)
-    compare(tmp_path / "out", tmp_path / "whole")
+    compare(tmp_path / "out", expected)
 
 
 def test_a_terminal_shows_progress(tmp_path: Path) -> None:
@@ -200,7 +209,6 @@ def test_a_terminal_shows_progress(tmp_path: Path) -> None:
 
 def run_in_process(work: Callable[..., None], *arguments: object) -> None:
     """Call a function in a process that has a single thread and has not imported pyarrow, so that imports fork."""
-    the_server()  # the new process is a fork of one that has imported torch
     process = get_context("forkserver").Process(target=work, args=arguments)
     process.start()
     process.join()
@@ -224,7 +232,7 @@ def fill_disks(source: Path, folder: Path) -> None:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
-    source = write_files(tmp_path / "in", 100)
+    source = write_files(tmp_path / "in", 61)
     run_in_process(fill_disks, source, tmp_path)
     run("import", source, tmp_path / "whole", "--max-samples", 30)
     for limit in LIMITS:

@@ -102,7 +102,6 @@ def start() -> Callable[..., BaseProcess]:
     It is forked by a process that has imported torch and has not used obstore, which does not work in forked children.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.remote.written"])
 
     def start(function: Callable[..., object], *args: Any, **options: Any) -> BaseProcess:
         process = context.Process(target=_call, args=(dict(os.environ), function, *args), kwargs=options)

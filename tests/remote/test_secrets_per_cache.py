@@ -131,7 +131,12 @@ def test_indexes_and_blocks_on_disk(server: HttpServer, tmp_path: Path, query: s
         assert path.is_dir() or b"rev=" not in path.read_bytes()
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+# spawned workers differ by the cache's pickle, which has its tags and query
+@pytest.mark.parametrize(
+    ("server_of_all", "method"),
+    [*((mode, "fork") for mode in MODES), ("equal etags", "spawn"), ("neither", "spawn")],
+    indirect=["server_of_all"],
+)
 @pytest.mark.long
 def test_worker_processes(server: HttpServer, method: str) -> None:
     """Workers read both revisions, and lazy tensors that they return are read here."""

@@ -329,26 +329,31 @@ def broken_at(name: str, error: type[BaseException] | None) -> Any:
     return fn
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of a build without an error; tests only read it."""
+    folder = tmp_path_factory.mktemp("whole")
+    build(Numbers(), folder, grouped).close()
+    return folder
+
+
 @pytest.mark.parametrize("fails_at", ["n6", "n11", "n17", "n22"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt, SystemExit, None], ids=str)
 @pytest.mark.parametrize("kind", [Numbers, lambda: iter(Numbers()[i] for i in range(COUNT))], ids=["map", "iterable"])
-def test_batches_stay_the_same_ones(tmp_path: Path, kind: Any, fails_at: str, error: Any) -> None:
+def test_batches_stay_the_same_ones(tmp_path: Path, whole: Path, kind: Any, fails_at: str, error: Any) -> None:
     """After an error or an interrupt, a shard is shorter; if the process was killed, the bytes stay, too."""
-    whole = build(Numbers(), tmp_path / "whole", grouped)
     if error is None:
         assert run_in_child(lambda: build(kind(), tmp_path / "x", broken_at(fails_at, None))) == -signal.SIGKILL
     else:
         with pytest.raises(error):
             build(kind(), tmp_path / "x", broken_at(fails_at, error))
         assert len(tc.open(tmp_path / "x")) == int(fails_at[1:]) // 4 * 4
-    cache = build(kind(), tmp_path / "x", grouped)
-    assert list(cache.keys()) == list(whole.keys())
-    for one, other in zip(whole, cache, strict=True):
-        assert_same(tc.realize(one), tc.realize(other))
-    whole.close()
-    cache.close()
+    with tc.open(whole) as expected, build(kind(), tmp_path / "x", grouped) as cache:
+        assert list(cache.keys()) == list(expected.keys())
+        for one, other in zip(expected, cache, strict=True):
+            assert_same(tc.realize(one), tc.realize(other))
     if error is None:
-        compare(tmp_path / "x", tmp_path / "whole")
+        compare(tmp_path / "x", whole)
 
 
 @pytest.mark.parametrize(

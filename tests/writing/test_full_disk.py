@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def fails(work: Callable[[], Any], full_from_start: int | None = None) -> bool:
 
 def fill(limit: int) -> None:
     """Let no file of this process grow beyond a limit: as a disk that is full, or a quota."""
+    sys.dont_write_bytecode = True  # the interpreter would cache a module that it imports cut short
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
 
@@ -57,21 +59,21 @@ def strays(folder: Path) -> list[str]:
 @pytest.mark.parametrize("limit", LIMITS)
 def test_while_a_version_is_built(tmp_path: Path, limit: int) -> None:
     """The old version stays as it is, and the next call resumes."""
-    source = Numbers((0, 7, 8, 9, 13), COUNT + 3)
+    source = Numbers((0, 7, 13), COUNT + 2)
     build(Numbers(), tmp_path / "v1", digest=digest).close()
     options: dict[str, Any] = {"digest": digest, "batch_size": 1, "max_samples": 2, "reuse": tmp_path / "v1"}
     build(source, tmp_path / "whole", **options).close()
     failed = 0
-    for at in range(1, 9):
+    for at in range(1, 6):
         folder = tmp_path / f"{at}"
         failed += fails(lambda: build(source, folder, full_at(at, limit), **options))  # noqa: B023
         assert not strays(tmp_path)
         assert not folder.exists()
         build(source, folder, **options).close()
         compare(folder, tmp_path / "whole")
-    assert failed == 8
+    assert failed == 5
     assert tc.verify(tmp_path / "v1").ok
-    assert sorted(os.listdir(tmp_path)) == sorted(["v1", "whole", *map(str, range(1, 9))])
+    assert sorted(os.listdir(tmp_path)) == sorted(["v1", "whole", *map(str, range(1, 6))])
 
 
 @pytest.mark.parametrize("limit", LIMITS)
