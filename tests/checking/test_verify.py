@@ -117,7 +117,7 @@ def test_long_reports_are_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("footer", [True, False])
 def test_truncated_anywhere(tmp_path: Path, footer: bool) -> None:
-    path = write(tmp_path, 3, footer=footer)
+    path = write(tmp_path, 2, footer=footer)
     whole = path.read_bytes()
     begins = [begin for span in members(path).values() for begin in span]
     places = {*begins, *range(0, len(whole), 256), *range(len(whole) - 70, len(whole))}
@@ -125,7 +125,7 @@ def test_truncated_anywhere(tmp_path: Path, footer: bool) -> None:
         path.write_bytes(whole[:nbytes])
         found = faults(tmp_path)
         assert any("lists it" in what or f"the shard has {nbytes} bytes" in what for _, what in found), nbytes
-        missing = {f"{i:03d}" for i in range(3)} if nbytes < 512 else {"002"} if nbytes < begins[-2] else set()
+        missing = {"000", "001"} if nbytes < 512 else {"001"} if nbytes < begins[-2] else set()
         assert missing <= {key for key, _ in found}, nbytes
         if nbytes < begins[-1]:  # also without the manifest
             assert faults(path)
