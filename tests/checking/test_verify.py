@@ -58,7 +58,10 @@ def test_every_byte(tmp_path: Path, name: str) -> None:
     places, nbytes = members(path), path.stat().st_size
     end = max(end + -end % BLOCK for _, end in places.values())
     headers = [
-        at for begin, _ in places.values() for at in range(begin - BLOCK, begin) if at - begin not in (-357, -358)
+        at
+        for name, (begin, _) in places.items()
+        for at in range(begin - BLOCK, begin)
+        if at - begin not in (-357, -358) and not name.endswith("jpg")  # which is as `json`
     ]
     parts = {"headers": headers, "end": range(end, nbytes)}
     for at in parts[name] if name in parts else range(*places[f"000.{name}"]):
