@@ -59,7 +59,7 @@ class NativeReader(BatchSource):
             raise ValueError(f"{count} samples for world_size={world_size}: a rank would have none")
         self._check_shards()
         self._narrow = self.cache.select(map(glob.escape, self.tensors))
-        self._has_arrays = any(self.cache.schema[name].kind == "ndarray" for name in self.tensors)
+        self._has_arrays = any(tensor.kind == "ndarray" for tensor in self._narrow.schema.values())
         self._shards = self.cache._store.shards
         self._starts: list[int] = self.cache._store.starts.tolist()
         self._paths = [shard.path for shard in self._shards]

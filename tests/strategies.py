@@ -129,29 +129,33 @@ hashable = st.recursive(
 )
 
 
+def _nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    items = st.lists(inner, max_size=4)
+    mappings = st.dictionaries(keys | hashable, inner, max_size=4)
+    return st.one_of(
+        items,
+        items.map(tuple),
+        mappings,
+        mappings.map(OrderedDict),
+        mappings.map(lambda pairs: defaultdict(list, pairs)),
+        st.builds(deque, items, st.none() | st.integers(4, 6)),
+        st.sets(hashable, max_size=4),
+        st.frozensets(hashable, max_size=4),
+    )
+
+
+# built once: Hypothesis checks a new strategy in as much time as it draws a sample
+_shared = st.shared(st.tuples(tensors(), arrays(), st.lists(plain, min_size=1, max_size=1)))
+_again = st.builds(lambda parts, number: parts[number], _shared, st.integers(0, 2))
+_nested = st.recursive(
+    plain | tensors() | arrays() | _again | st.binary(max_size=4).map(bytearray), _nest, max_leaves=12
+)
+
+
 @st.composite
 def samples(draw: st.DrawFn) -> Any:
     """Nested structures; some of their parts are referred to twice, and some hold themselves."""
-    shared: list[Any] = [draw(tensors()), draw(arrays()), [draw(plain)]]
-    leaves = (
-        plain | tensors() | arrays() | st.integers(0, 2).map(shared.__getitem__) | st.binary(max_size=4).map(bytearray)
-    )
-
-    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        items = st.lists(inner, max_size=4)
-        mappings = st.dictionaries(keys | hashable, inner, max_size=4)
-        return st.one_of(
-            items,
-            items.map(tuple),
-            mappings,
-            mappings.map(OrderedDict),
-            mappings.map(lambda pairs: defaultdict(list, pairs)),
-            st.builds(deque, items, st.none() | st.integers(4, 6)),
-            st.sets(hashable, max_size=4),
-            st.frozensets(hashable, max_size=4),
-        )
-
-    sample = draw(st.recursive(leaves, nest, max_leaves=12))
+    sample = draw(_nested)
     if draw(st.booleans()):
         loop: list[Any] = [sample]
         loop.append((loop, {"me": loop}) if draw(st.booleans()) else loop)

@@ -58,7 +58,10 @@ def test_every_byte(tmp_path: Path, name: str) -> None:
     places, nbytes = members(path), path.stat().st_size
     end = max(end + -end % BLOCK for _, end in places.values())
     headers = [
-        at for begin, _ in places.values() for at in range(begin - BLOCK, begin) if at - begin not in (-357, -358)
+        at
+        for name, (begin, _) in places.items()
+        for at in range(begin - BLOCK, begin)
+        if at - begin not in (-357, -358) and not name.endswith("jpg")  # which is as `json`
     ]
     parts = {"headers": headers, "end": range(end, nbytes)}
     for at in parts[name] if name in parts else range(*places[f"000.{name}"]):
@@ -117,7 +120,7 @@ def test_long_reports_are_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("footer", [True, False])
 def test_truncated_anywhere(tmp_path: Path, footer: bool) -> None:
-    path = write(tmp_path, 3, footer=footer)
+    path = write(tmp_path, 2, footer=footer)
     whole = path.read_bytes()
     begins = [begin for span in members(path).values() for begin in span]
     places = {*begins, *range(0, len(whole), 256), *range(len(whole) - 70, len(whole))}
@@ -125,7 +128,7 @@ def test_truncated_anywhere(tmp_path: Path, footer: bool) -> None:
         path.write_bytes(whole[:nbytes])
         found = faults(tmp_path)
         assert any("lists it" in what or f"the shard has {nbytes} bytes" in what for _, what in found), nbytes
-        missing = {f"{i:03d}" for i in range(3)} if nbytes < 512 else {"002"} if nbytes < begins[-2] else set()
+        missing = {"000", "001"} if nbytes < 512 else {"001"} if nbytes < begins[-2] else set()
         assert missing <= {key for key, _ in found}, nbytes
         if nbytes < begins[-1]:  # also without the manifest
             assert faults(path)

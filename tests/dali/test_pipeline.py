@@ -85,6 +85,7 @@ def test_augmented_tensors_take_the_place_of_the_originals(cache: Any) -> None:
     assert batch["arrays"]["0"].tolist() == [sample(i)["arrays"]["0"].tolist() for i in range(6)]
 
 
+@pytest.mark.long
 # DALI leaves the sockets that its workers are reached by to the garbage collector
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 def test_worker_processes(cache: Any) -> None:

@@ -22,7 +22,7 @@ def sequence(iterator: Any, num_batches: int) -> list[tuple[int, list[Any]]]:
 
 
 def reader(nodes: Any) -> Any:
-    made = pipeline(nodes, enable_checkpointing=True, seed=7)
+    made = pipeline(nodes, 8, enable_checkpointing=True, seed=7)
     return dali_plugin.TensorCacheIterator(made, outputs=["scalar", "number"])
 
 
@@ -41,16 +41,16 @@ def test_resumed_at_every_iteration(cache: Any, native: bool, last_batch: str) -
     def begun() -> Any:
         if not native:
             return reader(with_noise)
-        return dali_plugin.TensorCacheIterator(pipeline(of_the_native_reader, enable_checkpointing=True))
+        return dali_plugin.TensorCacheIterator(pipeline(of_the_native_reader, 8, enable_checkpointing=True))
 
-    whole = sequence(begun(), 10)
+    whole = sequence(begun(), 7)
     assert whole[-1][0] == (2 if last_batch == "short" else 3)
-    for count in range(10):
+    for count in range(7):
         first, second = begun(), begun()
         head = sequence(first, count)
         second.load_state_dict(first.state_dict())
         begins = head[-1][0] if head else 0
-        tail = sequence(second, 10 - count)
+        tail = sequence(second, 7 - count)
         assert head + [(begins + num_ended, values) for num_ended, values in tail] == whole
     with pytest.raises(RuntimeError, match="the pipelines are built already"):
         second.load_state_dict(first.state_dict())

@@ -28,8 +28,9 @@ def test_rows_are_those_of_loaders(cache: Any, world_size: int, batch_size: int,
         with pytest.raises(ValueError, match=f"20 samples do not fill one step of {batch_size} on {world_size} ranks"):
             TensorCacheSource(cache, ["scalar"], **options)
         return
+    cache = cache.select("scalar")
     for rank in range(world_size):
-        source = TensorCacheSource(cache, ["scalar"], rank=rank, shuffle=True, **options)
+        source = TensorCacheSource(cache, rank=rank, shuffle=True, **options)
         loader = tc.Loader(cache, rank=rank, shuffle=True, collate=len, num_threads=0, **options)  # reads no tensors
         for epoch in range(2):
             loader.set_epoch(epoch)

@@ -187,7 +187,9 @@ _SHARD, _SHARD_END = shard()
 @lru_cache
 def _folder(pid: int) -> Path:
     """Return a folder of this process, which is deleted when the process ends."""
-    folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{pid}-"))
+    # in memory where that is possible: nothing here depends on the disk, on which a file that is removed takes milliseconds
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{pid}-", dir=memory if memory.exists() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*links to other files are not f
 MAX_SECONDS = 1
 # real encoder output, edge cases by hand, and what broke a target once (`found-…`)
 FILES = sorted(path for path in (Path(__file__).parent / "corpus").rglob("*") if path.is_file())
-CUTS = 12  # of each file, at offsets derived from its name
+CUTS = 12  # of each file, at offsets derived from its name; half of them for `verify`, which also repairs each
 
 each = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.name}")
 
@@ -38,7 +38,7 @@ def test_target(path: Path) -> None:
 def test_cut_and_damaged(path: Path) -> None:
     target, data = path.parent.name, path.read_bytes()
     places = random.Random(path.name)
-    for _ in range(CUTS if data else 0):
+    for _ in range((CUTS // 2 if target == "verify" else CUTS) if data else 0):
         at = places.randrange(len(data))
         check(target, data[:at])
         check(target, data[:at] + bytes([data[at] ^ 1 << places.randrange(8)]) + data[at + 1 :])

@@ -107,7 +107,7 @@ def fits(content: bytes) -> bytes:
     return blocks + bytes(64) + gzip.compress(content, 1)
 
 
-ZEROS = bytes(80 << 20)
+ZEROS = bytes(66 << 20)
 
 
 def large_npz(padding: int = 0) -> bytes:

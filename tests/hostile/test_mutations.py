@@ -148,7 +148,7 @@ def changed(kind: str, at: int, length: int, bits: int) -> bytes:
     return bytes(shard)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(CHANGES)
 def test_streams_that_verify(change: tuple[str, int, int, int]) -> None:
     """Only the tar's checksum, which is a sum, covers names and other members."""
@@ -173,7 +173,7 @@ def read_all(path: Path) -> list[Any]:
         return [(key, tc.realize(cache[i]), cache.read_tensors([i])) for i, key in enumerate(cache.keys())]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(CHANGES)
 def test_open(change: tuple[str, int, int, int]) -> None:
     """Where members were changed or moved, tc.open may return the bytes that are there now; tc.verify reports it."""

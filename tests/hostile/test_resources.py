@@ -179,10 +179,10 @@ def test_what_small_objects_take(name: str) -> None:
     """At most 400 bytes of memory for each byte, as FORMAT.md 2.6 says; sets take 330."""
     memo = fetch("collections", "OrderedDict") + b"\x94" + b")R0"
     memo += fetch("datetime", "date") + b"\x94" + b"C\x04\x07\xe8\x01\x01\x94\x85R0"
-    body = memo + b"(" + SMALL[name] * (20_000 // len(SMALL[name])) + b"t"
+    body = memo + b"(" + SMALL[name] * (10_000 // len(SMALL[name])) + b"t"
     with little_memory(400 * len(body)):
         found = decode(body)
-    assert len(found) == 20_000 // len(SMALL[name]) * (name != "marks")
+    assert len(found) == 10_000 // len(SMALL[name]) * (name != "marks")
     assert "400 bytes" in " ".join(FORMAT.read_text().split())
 
 

@@ -147,7 +147,7 @@ def _vary(draw: st.DrawFn, value: Any) -> Any:
     return draw(plain)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(batches(), st.sampled_from(["pread", "auto"]), st.data())
 def test_any_structure(samples: list[Any], io: str, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder, tc.open(write(folder, samples, max_samples=2), io=io) as cache:

@@ -151,7 +151,7 @@ def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
         assert cache[int(numbers[0])]["big"][5].item() == numbers[0]
 
     with threads(read, 3):
-        for _ in range(5):
+        for _ in range(3):
             assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
 
 
@@ -166,7 +166,7 @@ def test_fork_while_a_thread_looks_up_the_first_key(tmp_path: Path) -> None:
 
     find()  # imports modules, whose locks Python does not release in a child
     with threads(find):
-        for _ in range(3):
+        for _ in range(2):
             assert run_in_child(find, kill_after_s=60) == 0
 
 
@@ -213,7 +213,7 @@ def test_fork_while_a_thread_decodes_batches(tmp_path: Path) -> None:
 
     with threads(decode):
         has_begun.wait()
-        for _ in range(4):
+        for _ in range(2):
             assert run_in_child(lambda: batches[-1]["text"].tolist().index("text 9"), kill_after_s=60) == 0
 
 
@@ -240,7 +240,7 @@ def test_threads_open_shards_without_an_index(tmp_path: Path) -> None:
         (torch.zeros(2), np.zeros(2, np.float32)),
         {"footer": False, "dali_index": False, "manifest": False},
     )
-    for i in range(100):
+    for i in range(50):
         for kind, pair in (("t", values), ("a", values[::-1])):
             write(tmp_path / f"{i}{kind}.tar", [dict(zip((f"x{i}", "y"), pair, strict=True))] * 12, **options)
 
@@ -250,7 +250,7 @@ def test_threads_open_shards_without_an_index(tmp_path: Path) -> None:
 
     expected = {torch.float32, np.dtype(np.float32)}
     with switching_often(), ThreadPoolExecutor(2) as executor:
-        for i in range(100):
+        for i in range(50):
             assert list(executor.map(kinds, [f"{i}t.tar", f"{i}a.tar"])) == [expected, expected]
 
 
@@ -276,6 +276,7 @@ def test_closing_while_threads_read(folder: str) -> None:
             future.result()
 
 
+@pytest.mark.long
 def test_torch_keeps_its_number_of_threads_and_starts_none(tmp_path: Path) -> None:
     # not in the process whose threads are counted
     write(tmp_path / "a.tar", [{"x": torch.from_numpy(np.full(1 << 16, i, "f4")), "y": i} for i in range(64)])

@@ -44,7 +44,7 @@ slices = st.builds(slice, parts, parts, st.none() | st.integers(-4, 4).filter(bo
 steps = st.lists(slices | st.sampled_from(["shuffle", "filter", "some", "pickle", "keys"]), max_size=4)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     st.lists(st.integers(1, 7), min_size=1, max_size=6),
     steps,

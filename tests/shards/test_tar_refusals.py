@@ -9,7 +9,7 @@ import tarfile
 import time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import wds_tensorcache as tc
@@ -108,7 +108,6 @@ def assert_right_or_refused(archive: bytes) -> None:
     assert found[: len(wanted)] == wanted
 
 
-@settings(max_examples=200)
 @given(st.integers(0, len(SOURCES) - 1), st.data(), st.booleans())
 def test_any_bytes_may_change(source: int, data: st.DataObject, checksums: bool) -> None:
     archive = bytearray(SOURCES[source])
