@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.commands import the_server
 from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.write_server import shared_server
 
@@ -53,8 +55,20 @@ def _blocks(text: str) -> list[str]:
     ]
 
 
-_COMMANDS = """import subprocess
-subprocess.run(["bash", "-euc", {!r}], check=True)"""
+_COMMANDS = """from tests.test_docs import _run_commands
+_run_commands({!r})"""
+
+
+def _run_commands(block: str) -> None:
+    """Run the commands of a bash block, in processes that need not import torch again; `> FILE` is its only syntax."""
+    for line in block.splitlines():
+        command, *arguments = shlex.split(line, comments=True)
+        assert command == "tensorcache"
+        arguments, files = (arguments[:-2], arguments[-1:]) if ">" in arguments else (arguments, [])
+        result = the_server().run(*arguments, cwd=Path.cwd(), TENSORCACHE_INDEXES="off")
+        assert result.status == 0, result.err
+        for file in files:
+            Path(file).write_bytes(result.stdout)
 
 
 def _anchors(text: str) -> set[str]:
