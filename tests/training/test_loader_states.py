@@ -100,17 +100,17 @@ def test_batches_that_are_left(cache: Any, more: Any, mode: str, last_batch: str
     options: dict[str, Any] = modes(cache, more)[mode] | {"last_batch": last_batch, "collate": len, "num_threads": 0}
     first = tc.Loader(batch_size=2, **options)
     assert first.num_batches_left == len(first)
+    sizes = [[tc.Loader(batch_size=n, rank=rank, world_size=2, **options) for rank in range(2)] for n in (1, 2, 3)]
     for count, _ in enumerate(first, 1):
         assert first.num_batches_left == len(first) - count % len(first)
-        for batch_size in (1, 2, 3):
-            ranks = [tc.Loader(batch_size=batch_size, rank=rank, world_size=2, **options) for rank in range(2)]
-            for loader in ranks:
+        for loaders in sizes:
+            for loader in loaders:
                 loader.load_state_dict(first.state_dict())
                 left = loader.num_batches_left
                 assert 0 < left <= len(loader)
                 assert len(list(loader)) == left
                 assert loader.num_batches_left == len(loader)
-            assert ranks[0].state_dict() == ranks[1].state_dict()
+            assert loaders[0].state_dict() == loaders[1].state_dict()
 
 
 def test_set_epoch(cache: Any) -> None:
