@@ -273,6 +273,19 @@ def test_datasets_with_other_fingerprints_are_refused(directory: Path, one: Any,
         assert_same(other[0], shared[0])
 
 
+def test_views_of_a_cache_have_other_fingerprints(directory: Path, tmp_path: Path) -> None:
+    with tc.ShardWriter(str(tmp_path / "cache")) as writer:
+        for i in range(8):
+            writer.write(f"{i}", {"x": i})
+    cache = tc.open(tmp_path / "cache")
+    with tc.SharedDataset(cache[::2], "part", directory=directory) as shared:
+        for other in (cache[1::2], cache[::2][::-1]):
+            with pytest.raises(tc.StaleCacheError, match="part holds samples of another dataset"):
+                tc.SharedDataset(other, "part", directory=directory)
+        with tc.SharedDataset(tc.open(tmp_path / "cache")[::2], "part", directory=directory) as equal:
+            assert equal[3] == shared[3] == {"x": 6}
+
+
 class OpensLater(Numbers):
     """A dataset that opens its file at the first access, in an attribute that wrappers have, too."""
 

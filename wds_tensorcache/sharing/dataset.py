@@ -66,8 +66,8 @@ class SharedDataset(Cache[Any]):
         verify: Compare the digests of a sample with its bytes at every access.
         fingerprint: A string that describes the dataset, for example its version and transforms. All processes that share the
             memory must pass the same string. The types and lengths of their datasets, and of the datasets inside, must be
-            equal. The indices of a `Subset` and the fingerprints of Hugging Face's `datasets` must also be equal. Code and
-            samples are not compared.
+            equal. The indices of a `Subset`, the fingerprint and keys of a cache, and the fingerprints of Hugging Face's
+            `datasets` must also be equal. Code and samples are not compared.
         allow: Classes that samples may contain beyond the classes of the format.
         lazy: True returns samples with lazy tensors. False loads the tensors for code that expects them, such as transforms of
             torchvision; each access copies all tensors of the sample. Batches and views work the same.

@@ -16,6 +16,7 @@ import xxhash
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError, StaleCacheError
+from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.sharing.reaper import (
     HEAD,
     HOLDERS,
@@ -245,8 +246,9 @@ def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
     """Return the fingerprint of a dataset: its type and length, the datasets and indices in it, and the user's text.
 
     For torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
-    of the indices. For any dataset, it contains the attribute `_fingerprint` if that is a string, as in Hugging Face's
-    `datasets`. No sample is read, and the code of the dataset has no effect on the fingerprint.
+    of the indices. For a `Cache`, it contains a digest of its fingerprint and its keys in order. For any dataset, it contains
+    the attribute `_fingerprint` if that is a string, as in Hugging Face's `datasets`. No sample is read, and the code of the
+    dataset has no effect on the fingerprint.
 
     Raises:
         TypeError: The dataset has no length.
@@ -266,6 +268,11 @@ def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
     attributes = getattr(dataset, "__dict__", {})
     if isinstance(digest := attributes.get("_fingerprint"), str):
         description["digest"] = digest
+    if isinstance(dataset, Cache):
+        keys = xxhash.xxh3_64(json.dumps(dataset.fingerprint, sort_keys=True).encode())
+        for key in iter(dataset.keys()):
+            keys.update(key.encode("utf-8", "surrogateescape") + b"\0")
+        description["digest"] = keys.hexdigest()
     if isinstance(dataset, (ConcatDataset, StackDataset, Subset)):
         if (indices := _digest(attributes.get("indices"))) is not None:
             description["indices"] = indices

@@ -140,7 +140,7 @@ def _as_weights(weights: Any, count: int) -> Array:
     """Return a copy of weights as float64 `[count]`; raise ValueError if they are no valid weights."""
     expected = f"expected {count} numbers, all finite, none negative, not all 0"
     try:
-        values: Array = torch.as_tensor(weights, dtype=torch.float64).detach().cpu().numpy().copy()
+        values: Array = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().numpy().copy()
     except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
         raise ValueError(f"weights={weights!r:.200}: {expected}") from exc
     if values.shape != (count,) or not np.isfinite(values).all() or (values < 0).any() or not values.any():
