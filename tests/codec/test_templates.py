@@ -218,7 +218,7 @@ def test_keys_that_equal_an_earlier_value(inner: Callable[[str], Any]) -> None:
         assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
 
 
-COUNTS = (1_500, 6_000)
+COUNTS = (2_000, 8_000)
 
 
 def of_dict(tensors: list[torch.Tensor]) -> Any:

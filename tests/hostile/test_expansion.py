@@ -97,7 +97,7 @@ def test_objects_of_other_kinds(tmp_path: Path, kind: str) -> None:
         assert "max_expanded_nbytes=" in refused(stream, path)
 
 
-@pytest.mark.parametrize(("kind", "members"), [("gz", 1), ("gz", 200), ("bz2", 200), ("xz", 1)])
+@pytest.mark.parametrize(("kind", "members"), [("gz", 1), ("gz", 200), ("bz2", 200), ("xz", 200)])
 def test_zeros(tmp_path: Path, kind: str, members: int) -> None:
     path, nbytes = tmp_path / "zeros", 66 << 20
     content = tar_of(*((f"0.{i}", bytes(nbytes // members)) for i in range(members)))

@@ -78,7 +78,7 @@ def check_drops(server: HttpServer, url: str, read: Callable[[str], Any], reques
         All requests.
     """
     expected = read(url)
-    places = [*range(310), *range(310, 300 + max(one.nbytes for one in requests), 61)]
+    places = [*range(450), *range(450, 300 + max(one.nbytes for one in requests), 61)]
     faults: dict[str, list[dict[str, Any]]] = {f"{one.path[1:]}?{at}": [] for one in requests for at in places}
     for one in requests:
         for at in places:
