@@ -36,6 +36,7 @@ def cache(tmp_path: Path) -> Path:
     return Path(write(tmp_path / "cache", [sample(i) for i in range(25)], lambda i: {"txt": b"x"}, max_samples=9))
 
 
+@pytest.mark.long
 def test_rates(cache: Path) -> None:
     report = json_of("bench", cache, *QUICK, "--batch-size", 4, "--threads", 3)
     with tc.open(cache) as opened:

@@ -53,6 +53,7 @@ def test_a_forged_footer_serves_bytes_of_its_shard_at_most(tmp_path: Path, what:
     assert any(fault.kind == "index" for fault in tc.verify(path).faults)
 
 
+@pytest.mark.long
 def test_forms_and_layouts_without_number(tmp_path: Path) -> None:
     """A pass over all layouts for each form took minutes for a few megabytes."""
     for num_forms in (6_000, 60_000):

@@ -112,6 +112,7 @@ def test_a_known_layout_is_checked_again() -> None:
             tc.decode_sample(skeleton, damaged)
 
 
+@pytest.mark.long
 def test_headers_are_not_kept_without_a_limit() -> None:
     """Headers with other names each: those of the last samples are kept, and none that is long."""
 

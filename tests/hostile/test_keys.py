@@ -95,6 +95,7 @@ def test_long_numbers() -> None:
         refused(b"}" + key + b"Ns", "more than 512 bits")
 
 
+@pytest.mark.long
 def test_keys_that_overflow_or_exhaust_hash() -> None:
     refused(b"}" + b"N" + b"\x85" * 1_000_000 + b"Ns", "200 deep")
     assert len(decode(b"}" + b"N" + b"\x85" * 198 + b"Ns")) == 1

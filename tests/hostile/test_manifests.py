@@ -138,6 +138,7 @@ def test_a_manifest_that_is_too_long(tmp_path: Path) -> None:
         tc.open(tmp_path)
 
 
+@pytest.mark.long
 def test_honest_manifests_of_any_length(tmp_path: Path) -> None:
     """The shortest entries that a writer makes, of so many shards: far from the limit."""
     count = 125_000

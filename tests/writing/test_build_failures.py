@@ -226,6 +226,7 @@ def test_items_that_fail(tmp_path: Path, step: str, kind: str) -> None:
         assert [cache[f"n{i:04d}"]["x"].load()[0] for i in range(COUNT)] == [2 * i for i in range(COUNT)]
 
 
+@pytest.mark.long
 def test_a_new_users_try(tmp_path: Path) -> None:
     """500 files, 7 of them broken; the build is killed twice, then the files are corrected."""
     broken = (3, 125, 126, 250, 255, 375, 499)
