@@ -29,9 +29,9 @@ export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/dev
 	$(PYTEST) -n 4 -m "not long"
 
-# the rest: clusters and trainers; three at a time, because they wait for processes, and a cluster takes memory
+# the rest: clusters and trainers, which use all cores themselves
 test-all: $(VENV)/dev $(VENV)/libraries
-	$(PYTEST) -n 3 -m long
+	$(PYTEST) -n 2 -m long
 
 # Of the oldest packages that are supported; long tests start trainers that do not work with them.
 test-oldest: $(VENV)/dev $(VENV)/oldest

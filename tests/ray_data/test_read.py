@@ -34,7 +34,7 @@ def test_optional_tensors_survive_shuffles_and_functions(every_kind_cache: Path)
     """Some batches of the function have the tensor in all of their rows, some in a part, some in none."""
     dataset = tc.ray.read_ray(every_kind_cache, ["mask", "float8"], override_num_blocks=3)
     assert sum(batch["mask"].null_count for batch in dataset.iter_batches(batch_format="pyarrow")) == 14
-    dataset = dataset.random_shuffle(seed=1).sort("i")
+    dataset = dataset.random_shuffle(seed=1).sort("i").materialize()
     for batch_size in (1, 2, 40):
         changed = dataset.map_batches(lambda batch: batch, batch_size=batch_size, batch_format="numpy")
         for batch in changed.iter_torch_batches(batch_size=13, collate_fn=tc.ray.ray_collate()):

@@ -23,7 +23,7 @@ def test_killed_loaders_waiters_and_last_holders(tmp_path: Path, options: dict[s
     chance = random.Random(len(options))
     directory = tmp_path / "shared"
     directory.mkdir()
-    for number in range(100):  # 200 rounds in all
+    for number in range(50):  # 100 rounds in all
         counted = Counted(tmp_path / f"log{number}", 40, chance.choice([0, 0.001]))
 
         def work(seed: int, counted: Counted = counted) -> None:
