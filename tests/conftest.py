@@ -31,7 +31,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # For each worker process of an iteration that an error ended, torch waits for half a second, not for five.
 torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
-# Whichever test starts the process of "forkserver" first, it imports torch and the commands once, and not each of its children.
+# Whichever test starts the process of "forkserver", it imports torch and the commands, so that its children need not.
 FOLDER = f"{Path(tc.__file__).parent}/cli"
 COMMANDS = [module.name for module in pkgutil.walk_packages([FOLDER], "wds_tensorcache.cli.")]
 MODULES = ["wds_tensorcache.checking.repair", "wds_tensorcache.training", "tests.remote.written"]

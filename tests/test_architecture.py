@@ -89,9 +89,9 @@ for before, after in (
 ):
     if not (child := os.fork()):  # each in a process that has imported nothing else
         exec(before)
-        known = set(sys.modules)
+        loaded = set(sys.modules)
         exec(after)
-        print(*sorted(set(sys.modules) - known), flush=True)
+        print(*sorted(set(sys.modules) - loaded), flush=True)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 """

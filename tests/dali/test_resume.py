@@ -22,8 +22,8 @@ def sequence(iterator: Any, num_batches: int) -> list[tuple[int, list[Any]]]:
 
 
 def reader(nodes: Any) -> Any:
-    made = pipeline(nodes, 8, enable_checkpointing=True, seed=7)
-    return dali_plugin.TensorCacheIterator(made, outputs=["scalar", "number"])
+    checkpointed = pipeline(nodes, 8, enable_checkpointing=True, seed=7)
+    return dali_plugin.TensorCacheIterator(checkpointed, outputs=["scalar", "number"])
 
 
 @pytest.mark.parametrize("last_batch", ["short", "drop"])

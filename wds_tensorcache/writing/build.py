@@ -122,11 +122,11 @@ def build(
         FileNotFoundError: There is no cache to reuse; or with `reuse`, `out` contains files but no cache.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text. Or a member of an item
             has a name that the cache needs.
-        ValueError: Arguments are invalid or exclude each other. `fn` sorted its list, or returned fewer or more samples than
-            items, None for an item, or with `check`, NaN or infinity. Two items have the same key, or the source is empty.
-            `out` contains shards with other names. `reuse` is the same folder as `out`, or has named caches or samples without
-            a cache. A list of paths names shards that have a cache. Two ranks have the same key, different items or batch
-            sizes. Or several ranks have `footer=False` or the path of a single shard.
+        ValueError: Arguments are invalid or exclude each other. `fn` returned fewer or more samples than items, None for an
+            item, or with `check`, NaN or infinity. Two items have the same key, or the source is empty. `out` contains shards
+            with other names. `reuse` is the same folder as `out`, or has named caches or samples without a cache. A list of
+            paths names shards that have a cache. Two ranks have the same key, different items or batch sizes. Or several ranks
+            have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, `keys` is a set, an option is unknown, JSON cannot represent the fingerprint, a
             digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.

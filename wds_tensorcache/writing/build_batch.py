@@ -91,15 +91,8 @@ def compute(
             raise
 
     def submit(batch: list[Target]) -> None:
-        values = [item.value for item, _ in batch]
-        order = [*map(id, values)]
         with add_note_of(partial(_describe_all, batch)):
-            returned = job.fn(values)
-            # Hazard: samples in the order of a list that `fn` has sorted would get the keys of other items.
-            if order != (after := [*map(id, values)]) and sorted(order) == sorted(after):
-                raise ValueError(
-                    "fn changed the order of its list of items, which the samples must have; sort a copy of it"
-                )
+            returned = job.fn([item.value for item, _ in batch])
         while len(waiting) >= _MAX_WRITING:
             waiting.popleft().result()
         # without the values of items, which may be large
