@@ -499,8 +499,11 @@ def test_items_of_lists_of_strings(strings: str) -> None:
 
 
 def test_patterns_that_seem_to_belong_together(paired: Any, strings: str, recwarn: pytest.WarningsRecorder) -> None:
-    with pytest.warns(UserWarning, match=r"'text' and 'caption' independently.*\('texts\.\*', 'captions\.\*'\)"):
-        tc.Loader(paired, 4, choose={"text": "texts.*", "caption": "captions.*"})
+    match = r"'text' and 'caption' independently.*\('texts\.\*', 'captions\.\*'\)"
+    for loader in (tc.Loader, tc.torch_loader):
+        with pytest.warns(UserWarning, match=match) as warned:
+            loader(paired, 4, choose={"text": "texts.*", "caption": "captions.*"})
+        assert len(warned) == 1
     tc.Loader(paired, 4, choose=TOGETHER)
     tc.Loader(paired, 4, choose={"text": "texts.*", "more": "more.*"})
     tc.Loader(tc.open(strings), 4, choose=STRINGS)

@@ -137,9 +137,11 @@ class Alternatives:
 
     @classmethod
     def for_caches(cls, choose: Any, caches: Sequence[Any]) -> Alternatives:
-        """Return the alternatives for `choose=`, after `check` with each cache; `choose` may be None."""
-        alternatives = cls() if choose is None else cls.of(choose)
-        for cache in caches if alternatives.groups else ():
+        """Return the alternatives for `choose=`, after `check` with each cache. `choose` may be None, or already checked."""
+        if choose is None or isinstance(choose, Alternatives):
+            return choose or cls()
+        alternatives = cls.of(choose)
+        for cache in caches:
             alternatives.check(cache)
         return alternatives
 
