@@ -110,7 +110,7 @@ class _Forms:
 
 
 def schema_of(store: Store, positions: Positions) -> dict[str, TensorSchema]:
-    """Return the schema of the samples at `positions`. Cost: a few numpy operations per shard and form."""
+    """Return the schema of the samples at `positions`. Cost: as for `stored_shapes`."""
     return merge_shapes(stored_shapes(store, positions))
 
 
@@ -134,31 +134,37 @@ def whole_schema(store: Store) -> Mapping[str, TensorSchema]:
 
 
 def stored_shapes(store: Store, positions: Positions) -> Iterator[Tensor]:
-    """Yield a `Tensor` for each tensor, shard and form of the samples at `positions`.
+    """Yield a `Tensor` for each tensor and form of the samples at `positions`.
 
-    A shape may occur several times. Cost: a few numpy operations per tensor, shard and form.
+    A shape may occur several times. Cost: a few numpy operations per shard and form. Memory: all shapes of a form.
     """
     forms = _Forms()
+    # by form and references: the shapes of all tensors of each layout, and its number of samples
+    parts: dict[int, tuple[Form, dict[str, Reference], list[Array], list[Array]]] = {}
     for shard, _, rows in by_shard(store, positions):
         table, numbers = shard.index.layouts, shard.columns.layout[rows]
         counts = np.bincount(numbers, minlength=len(table))
         first = np.zeros(len(table), np.int64)  # row of one sample of each layout
         first[numbers[::-1]] = rows[::-1]
         layouts = np.flatnonzero(counts)
-        layouts = layouts[np.argsort(table.form[layouts], kind="stable")]
-        present, cuts = np.unique(table.form[layouts], return_index=True)
-        for number, used in zip(present.tolist(), np.split(layouts, cuts[1:]), strict=True):
-            form, sample = table.forms[number], first[used].min().item()
-            references = forms.references(shard, sample)
-            ends = accumulate(ndim for *_, ndim in form.entries)
-            firsts = {name: end - ndim for (name, _, ndim), end in zip(form.entries, ends, strict=True)}
-            further = [name for name, reference in references.items() if name != reference.name]
-            # inside a set, a dict's key or an allowed object, tensors have no path
-            for name in [*filter(references.__contains__, firsts), *further]:
-                reference = references[name]
-                begins = table.dims_begin[used, None] + firsts[reference.name]
-                dims = table.dims[begins + np.arange(len(reference.shape))].astype(np.int64)
-                yield name, reference, dims, counts[used]
+        form_numbers = table.form[layouts]
+        for number in np.unique(form_numbers).tolist():
+            form, used = table.forms[number], layouts[form_numbers == number]
+            references = forms.references(shard, first[used].min().item())
+            _, _, dims, num_samples = parts.setdefault(id(references), (form, references, [], []))
+            num_dims = sum(ndim for *_, ndim in form.entries)
+            dims.append(table.dims[table.dims_begin[used, None] + np.arange(num_dims)].astype(np.int64))
+            num_samples.append(counts[used])
+    for form, references, dims, num_samples in parts.values():
+        shapes, counts = np.concatenate(dims), np.concatenate(num_samples)
+        ends = accumulate(ndim for *_, ndim in form.entries)
+        firsts = {name: end - ndim for (name, _, ndim), end in zip(form.entries, ends, strict=True)}
+        further = [name for name, reference in references.items() if name != reference.name]
+        # inside a set, a dict's key or an allowed object, tensors have no path
+        for name in [*filter(references.__contains__, firsts), *further]:
+            reference = references[name]
+            begin = firsts[reference.name]
+            yield name, reference, shapes[:, begin : begin + len(reference.shape)], counts
 
 
 def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
