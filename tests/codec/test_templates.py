@@ -138,26 +138,34 @@ NOT_MATCHED: dict[str, dict[str, Any]] = {
 }
 
 
+LARGE = {"many": [{"caption": f"text {i}", "i": i, "tensors": (torch.ones(1), torch.ones(i))} for i in range(60)]}
+SIZES = pytest.mark.parametrize("more", [{}, LARGE], ids=["small", "large"])
+
+
+@SIZES
 @pytest.mark.parametrize("items", MATCHED.values(), ids=MATCHED)
-def test_samples_that_resemble_earlier_ones(items: dict[str, Any]) -> None:
+def test_samples_that_resemble_earlier_ones(items: dict[str, Any], more: dict[str, Any]) -> None:
     name = f"new {next(numbers)}"
-    for _ in range(3):
-        assert_written_alike(base(**{name: 1}))
-    assert is_written_fast(base(**{name: 1}))
+    for i in range(3):
+        sample = more | base(**{name: i})
+        assert_written_alike(sample)
+        assert_same(sample, tc.decode_sample(*tc.encode_sample(sample)))
+    assert is_written_fast(more | base(**{name: 1}))
     for align in (64, 4096, 0, 12):
-        assert_written_alike(base(**items, **{name: 1}), align=align)
+        assert_written_alike(more | base(**items, **{name: 1}), align=align)
 
 
+@SIZES
 @pytest.mark.parametrize("items", NOT_MATCHED.values(), ids=NOT_MATCHED)
-def test_samples_that_differ_from_earlier_ones(items: dict[str, Any]) -> None:
+def test_samples_that_differ_from_earlier_ones(items: dict[str, Any], more: dict[str, Any]) -> None:
     name = f"new {next(numbers)}"
     for _ in range(3):
-        assert_written_alike(base(**{name: 1}))
-    assert_written_alike(base(**items, **{name: 1}))
-    assert is_written_fast(base(**{name: 1}))  # one such sample changes nothing
+        assert_written_alike(more | base(**{name: 1}))
+    assert_written_alike(more | base(**items, **{name: 1}))
+    assert is_written_fast(more | base(**{name: 1}))  # one such sample changes nothing
     for _ in range(40):
-        assert_written_alike(base(**items, **{name: 1}))
-    assert_written_alike(base(**{name: 1}))
+        assert_written_alike(more | base(**items, **{name: 1}))
+    assert_written_alike(more | base(**{name: 1}))
 
 
 def test_tensors_without_memory_are_refused() -> None:

@@ -38,7 +38,9 @@ from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tenso
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
 MAX_ATTEMPTS = 8  # interpreted samples of a form, after which no template is learned
-_MAX_PARTS = 100  # the interpreter is as fast for a larger body
+_MAX_PARTS = 1000  # containers and plain values
+_MIN_NBYTES = 8  # of the body for each container, because a template takes 400 bytes for it
+_FEW_TENSORS = 64
 _MAX_FAMILIES = 256
 _MAX_MISSES = 32  # after more misses in a row, a family gives up its template
 _TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
@@ -192,11 +194,11 @@ class Template:
                 shapes.append(stored.shape)
             if len(flat):
                 buffers.append(flat)
-        header, layout, references = _plan(self, align, *shapes)
+        plan = _plan_few if len(shapes) <= _FEW_TENSORS else _plan_many
+        header, layout, references = plan(self, align, *shapes)
         return b"".join(written), header, layout, buffers, references
 
 
-@lru_cache(1024)
 def _plan(template: Template, align: int, *shapes: tuple[int, ...]) -> tuple[bytes, Layout, tuple[str, ...]]:
     tensors = [tensor for _, tensor, _ in template.tensors]
     entries = [
@@ -204,6 +206,10 @@ def _plan(template: Template, align: int, *shapes: tuple[int, ...]) -> tuple[byt
         for shape, tensor in zip(shapes, tensors, strict=True)
     ]
     return *plan_member(tuple(entries), align), tuple([tensor.reference for tensor in tensors])
+
+
+_plan_few = lru_cache(1024)(_plan)
+_plan_many = lru_cache(16)(_plan)  # takes up to a megabyte for each result
 
 
 def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> Any:
@@ -220,13 +226,10 @@ def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> A
 
 
 def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
-    """Return a function that takes a list and returns a tuple of its items at `indices`."""
-    if not indices:
-        return lambda items: ()
-    if len(indices) == 1:
-        (index,) = indices
-        return lambda items: (items[index],)
-    return itemgetter(*indices)
+    """Return a function that takes a list and returns its items at `indices`."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))
 
 
 class _MarkingWriter(SkeletonWriter):
@@ -251,7 +254,7 @@ class _MarkingWriter(SkeletonWriter):
 
     def has_constant_of(self, values: Iterable[int]) -> bool:
         """Return whether the body fetches a key or another constant from one of the values at these marks."""
-        constants = {slot - 1 for index, slot in self._gets.items() if index not in self.marks}
+        constants = {self._gets[index] - 1 for index in self._gets.keys() - self.marks}
         return not constants.isdisjoint(values)
 
     def segments(self, marks: Iterable[int]) -> tuple[bytes, ...]:
@@ -283,7 +286,11 @@ def learn(sample: Any, body: bytes) -> Template | None:
             return None
     # CPython has one empty tuple, which is written wherever it occurs.
     unique = [position for position in items if type(parts[position]) is not tuple or items[position]]
-    if not items or len({id(parts[position]) for position in unique}) < len(unique):
+    if (
+        not items
+        or len(body) < _MIN_NBYTES * len(items)
+        or len({id(parts[position]) for position in unique}) < len(unique)
+    ):
         return None
     if not TEXTS.issuperset(map(type, keys)):
         return None
