@@ -5,6 +5,7 @@ The reader returns the bytes of whole tensor members, and the origins of the mem
 
 from __future__ import annotations
 
+import copy
 import glob
 import os
 import re
@@ -25,7 +26,7 @@ from dali_plugin.source import NUMBER, Array, BatchSource
 from wds_tensorcache.codec.views import check_array, check_tensor
 from wds_tensorcache.reading.batch.columns import check_stackable, layouts_of
 from wds_tensorcache.reading.batch.request import columns_of
-from wds_tensorcache.shards.dali_index import build_dali_index, list_members, seems_current
+from wds_tensorcache.shards.dali_index import build_dali_index, list_members
 from wds_tensorcache.shards.names import SKELETON, TENSORS, dali_index_path, member_suffix, suffix_after
 
 _PACKED = "packed"  # the output that contains the tensors' bytes
@@ -39,6 +40,7 @@ class NativeReader(BatchSource):
 
     num_batches: int
     _steps: dict[str, Any]
+    _is_checked = False
 
     def __init__(
         self,
@@ -103,9 +105,10 @@ class NativeReader(BatchSource):
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         paths = []
         for number, (shard, path) in enumerate(zip(self._shards, self._index_paths, strict=True)):
-            if not seems_current(path, shard.index, shard.name):
+            index = build_dali_index(list_members(shard.index))
+            if not os.path.isfile(path) or Path(path).read_bytes() != index:
                 path = dali_index_path(os.path.join(folder, str(number)))
-                Path(path).write_bytes(build_dali_index(list_members(shard.index)))
+                Path(path).write_bytes(index)
             paths.append(path)
         return paths
 
@@ -144,6 +147,7 @@ class NativeReader(BatchSource):
 
     def nest(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         extra = dict(outputs)
+        self._check_files()
         packed, origins = extra.pop(_PACKED), extra.pop(NUMBER)
         host = extra.pop(_HOST, packed)
         texts = origins.numpy()  # uint8 [B, longest], padded with zeros, which numpy removes from texts
@@ -157,6 +161,14 @@ class NativeReader(BatchSource):
         request = self.cache._request(np.ascontiguousarray(numbers[:width]))
         tensors: Any = self._cut(request, packed[:width], host[:width]) if self.tensors else {}
         return self.cache.nest(request, tensors), {name: value[:width] for name, value in extra.items()}
+
+    def _check_files(self) -> None:
+        """Raise FormatError if DALI has opened other files than the cache, which it does while the pipeline is built."""
+        if not self._is_checked:
+            files = copy.copy(self.cache._store.files)  # opens each path again
+            for path in self._paths:
+                files.get(path)
+            self._is_checked = True
 
     def is_padding(self, iteration: int, count: int) -> Array:
         before, num_samples, width = self._filled

@@ -154,11 +154,28 @@ def test_stale_indexes_are_not_used(tmp_path: Path, is_named: bool) -> None:
         samples = {str(i): {"x": np.arange(3), "i": i} for i in range(count)}
         return Path(write(tmp_path / "0.tar", samples, overwrite=True)).with_suffix(".idx").read_text()
 
-    stale, good = index_of(3), index_of(5)
-    for text in (stale, good.replace("safetensors 1536", "safetensors 2048"), good.replace("152", "136"), "v1.2 5", ""):
+    stale, good = index_of(3), index_of(300)
+    lines = good.splitlines(keepends=True)
+    lines[8] = lines[9]  # a sample would be lost
+    changed = [good.replace("safetensors 1536", "safetensors 2048"), good.replace("152", "136"), "".join(lines)]
+    for text in (stale, *changed, "v1.2 5", ""):
         (tmp_path / "0.idx").write_text(text)
         options = {"index_paths": [tmp_path / "0.idx"]} if is_named else {}
-        assert [i for batch in reader(tmp_path, 2, last_batch="short", **options) for i in batch["i"]] == list(range(5))
+        batches = reader(tmp_path, 2, last_batch="short", **options)
+        assert [i for batch in batches for i in batch["i"]] == list(range(300))
+
+
+def test_shards_that_were_replaced(tmp_path: Path) -> None:
+    """DALI opens the shards by their paths, after the cache has opened them."""
+
+    def write_from(begin: int) -> None:
+        write(tmp_path / "0.tar", {str(i): {"x": torch.full((4,), begin + i)} for i in range(9)}, overwrite=True)
+
+    write_from(0)
+    replaced = reader(tmp_path, 3)
+    write_from(100)
+    with pytest.raises(tc.FormatError, match=r"0\.tar: the shard was changed since it was opened; open it again"):
+        next(replaced)
 
 
 def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Build `NAME.idx`, DALI's index of a shard, and compare it with the shard before DALI reads it."""
+"""Build and read `NAME.idx`, DALI's index of a shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.names import TENSORS, dali_index_path, member_suffix
+from wds_tensorcache.shards.names import dali_index_path
 from wds_tensorcache.shards.tar import BLOCK, is_header
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder
@@ -16,7 +16,6 @@ from wds_tensorcache.storage.folder import Folder
 # a member: its extension, the offset and length of its content in bytes, and its name
 ListedMember = tuple[str, int, int, str]
 _WIDTHS = {"v1.1": 3, "v1.2": 4}  # fields per member
-_NUM_COMPARED = 64
 # the fields of a line: other white space of Unicode and other control characters may be part of a name
 _fields_of = re.compile(r"[^ \t\n\r\v\f]+").findall
 
@@ -74,30 +73,6 @@ def split_line(line: str, width: int) -> list[list[str]]:
     """Return the fields of each member in a line; the last member of a damaged line may have fewer than `width`."""
     fields = _fields_of(line)
     return [fields[at : at + width] for at in range(0, len(fields), width)]
-
-
-def seems_current(path: str, index: ShardIndex, name: str) -> bool:
-    """Return whether DALI's index at `path` seems to match the shard.
-
-    The number of samples is compared, and up to 128 tensor members of cache `name`, if the shard has this cache.
-    """
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        lines = file.read().splitlines()
-    if not lines or lines[0].split()[-1:] != [b"%d" % len(index.keys)] or len(lines) != len(index.keys) + 1:
-        return False
-    columns, suffix = index.caches.get(name), member_suffix(name, TENSORS)
-    if columns is None or not len(columns):
-        return True
-    for at in {*range(0, len(columns), max(1, len(columns) // _NUM_COMPARED)), len(columns) - 1}:
-        row = at if columns.rows is None else columns.rows.item(at)
-        nbytes = index.layouts.nbytes.item(columns.layout.item(at))
-        line = lines[1 + row].lower().decode("utf-8", "surrogateescape")
-        wanted = [suffix, str(columns.tensors_begin.item(at)), str(nbytes)]
-        if not any(fields[:3] == wanted for fields in split_line(line, _WIDTHS["v1.2"])):
-            return False
-    return True
 
 
 def check_replaceable(*paths: str) -> None:
