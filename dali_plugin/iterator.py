@@ -117,8 +117,8 @@ class TensorCacheIterator:
         except StopIteration:
             self._is_over, self._iteration = True, 0
             raise
-        results = [pipe.nest(outputs, self._iteration) for pipe, outputs in zip(self._pipes, ran, strict=True)]
-        self._iteration += 1
+        self._iteration += 1  # also if the batch is damaged
+        results = [pipe.nest(outputs, self._iteration - 1) for pipe, outputs in zip(self._pipes, ran, strict=True)]
         batches, marks = map(list, zip(*results, strict=True))
         self.is_padding = marks[0] if self._is_one else marks
         return batches[0] if self._is_one else batches

@@ -218,10 +218,13 @@ class NativeReader(BatchSource):
                 raise tc.FormatError(f"tensor {name!r} ends after its member: the shard does not match its index")
             check_stackable(first, len(members), first.shape, request.rows.key(0))
             source = host if first.kind == "ndarray" else members
-            if all((reference.begin, reference.shape) == (first.begin, first.shape) for reference in references):
-                tensors[name] = _cut(source, first)
-                continue
-            parts = [_cut(source[i : i + 1], references[layout])[0] for i, layout in enumerate(which)]
+            try:
+                if all((reference.begin, reference.shape) == (first.begin, first.shape) for reference in references):
+                    tensors[name] = _cut(source, first)
+                    continue
+                parts = [_cut(source[i : i + 1], references[layout])[0] for i, layout in enumerate(which)]
+            except tc.FormatError as exc:
+                raise exc.at(f"tensor {name!r} of a batch with sample {request.rows.key(0)!r}") from exc
             if any(reference.shape != first.shape for reference in references):
                 tensors[name] = parts
             else:

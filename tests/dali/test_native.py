@@ -202,3 +202,20 @@ def test_names_of_shards_are_names(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match=r"\\udcff.tar': DALI accepts only paths in UTF-8"):
         reader(".", 1)
     assert os.listdir() == ["\udcff.tar"]
+
+
+def test_damaged_batches_count(tmp_path: Path) -> None:
+    """The epoch ends after its last batch, also if the caller goes on after an error."""
+    write(tmp_path / "0.tar", {str(i): {"x": torch.full((3,), i == 2)} for i in range(6)})
+    content = (tmp_path / "0.tar").read_bytes()
+    assert content.count(b"\1\1\1") == 1
+    (tmp_path / "0.tar").write_bytes(content.replace(b"\1\1\1", b"\1\7\1"))
+    batches = reader(tmp_path, 2)
+    for _ in range(2):
+        next(batches)
+        with pytest.raises(tc.FormatError, match="^tensor 'x' of a batch with sample '2': a bool tensor holds bytes"):
+            next(batches)
+        next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+        batches.reset()
