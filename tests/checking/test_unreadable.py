@@ -20,6 +20,17 @@ def is_eio(error: BaseException) -> bool:
     return isinstance(error, OSError) and not isinstance(error, tc.FormatError) and error.errno == errno.EIO
 
 
+@pytest.mark.parametrize("io", ["auto", "pread"])
+def test_errors_name_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, io: Any) -> None:
+    path = write(tmp_path, 4)
+    cache = tc.open(path, io=io)
+    assert cache.keys()
+    break_disk(monkeypatch, "000000.tar", 0, 1 << 40)
+    for read in (lambda: cache[1], lambda: cache.read_batch([1]), lambda: tc.open(path), lambda: tc.open(path)[1]):
+        with pytest.raises(OSError, match=rf"Input/output error: '{path}'"):
+            read()
+
+
 def test_a_version_without_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever read fails, also one of headers of members that are of no sample: nothing is left out of the version."""
     folder, link = special("d/", b"5"), special("l", b"2", linkname="d")

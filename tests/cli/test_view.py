@@ -101,12 +101,12 @@ def _ask(page_server: PageServer, path: str, method: str = "GET", **headers: str
 
 
 def test_a_page_is_replaced_but_no_other_file(photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "report.html"
+    out = tmp_path / "line\nbreak.html"
     found = json_of("view", photos, "-o", out, "--samples", 20)
     assert (found["num_samples"], found["num_shown"], found["nbytes"]) == (150, 20, out.stat().st_size)
     assert (found["output"], found["errors"]) == (str(out), {})
     assert out.read_bytes().startswith(b"<!doctype html>")
-    assert os.listdir(tmp_path) == ["report.html"]
+    assert os.listdir(tmp_path) == [out.name]
     lines = run("view", photos, "-o", out).stdout.splitlines()
     assert "150 of 150 samples" in lines[0]
     assert lines[1].startswith("marked: 2 samples with NaN, infinities, unusual numbers, or damage: photo-00007, ")

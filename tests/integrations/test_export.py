@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import signal
 import tarfile
 import unicodedata
@@ -330,6 +331,19 @@ def test_members_that_change_before_an_export_continues(tmp_path: Path) -> None:
     with tc.open(write(tmp_path / "edited", samples, txt="a dog")) as cache:
         assert tc.export_cache(cache, tmp_path / "out", "pt").num_present == 0
     assert {path.read_text() for path in (tmp_path / "out").glob("*.txt")} == {"a dog"}
+
+
+@pytest.mark.parametrize("kind", ["pt", "webdataset"])
+def test_a_full_disk(tmp_path: Path, kind: str) -> None:
+    """The error names the file that could not be written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with tc.open(write(tmp_path / "cache", {"k": {"x": torch.zeros(50_000)}})) as cache:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # has the same effect
+        try:
+            with pytest.raises(OSError, match=rf"File too large: '{tmp_path}/.*/(k\.pt|samples\.tar)'"):
+                tc.export_cache(cache, tmp_path / "out", kind)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_shared_dataset_that_changes_before_an_export_continues(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def view_command(
     page = build_page(report)
     write_atomically(output, [page])
     marked = [card["key"] for card in report["samples"] if card["marks"]]
-    shown.text(f"{output}: {len(indices):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
+    shown.line(f"{output}: {len(indices):,} of {report['num_samples']:,} samples, {len(page):,} bytes")
     if marked:
         names = ", ".join(marked[:_NUM_NAMED]) + ", …" * (len(marked) > _NUM_NAMED)
         count = format_count(len(marked), "sample")

@@ -172,13 +172,19 @@ class _Export:
     def write(self, folder: str, bar: Progress) -> None:
         """Write all samples that are not in the folder yet; write a tar as a whole."""
         if self._kind == "webdataset":
-            with tarfile.open(os.path.join(folder, _TAR), "w", format=tarfile.PAX_FORMAT) as tar:
-                for i, name in enumerate(self._names):
-                    for suffix, content in self._contents(i).items():
-                        member = tarfile.TarInfo(f"{name}.{suffix}")
-                        member.size = len(content)
-                        tar.addfile(member, io.BytesIO(content))
-                    bar.show(i + 1)
+            path = os.path.join(folder, _TAR)
+            try:
+                with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+                    for i, name in enumerate(self._names):
+                        for suffix, content in self._contents(i).items():
+                            member = tarfile.TarInfo(f"{name}.{suffix}")
+                            member.size = len(content)
+                            tar.addfile(member, io.BytesIO(content))
+                        bar.show(i + 1)
+            except OSError as exc:
+                if exc.errno and exc.filename is None:  # as for a full disk
+                    exc.filename = path
+                raise
             return
         for place, _, _ in os.walk(folder):
             for stray in find_temporary(place, ".+"):  # of a killed export

@@ -209,12 +209,16 @@ class ShardFile:
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)`; raise FormatError if the file is too short, or as `descriptor` does."""
         descriptor = self.descriptor()
-        content = os.pread(descriptor.fd, end - begin, begin)
-        while len(content) < end - begin:  # one call reads at most 2 GiB
-            more = os.pread(descriptor.fd, end - begin - len(content), begin + len(content))
-            if not more:
-                raise self._cut_short(os.fstat(descriptor.fd).st_size)
-            content += more
+        try:
+            content = os.pread(descriptor.fd, end - begin, begin)
+            while len(content) < end - begin:  # one call reads at most 2 GiB
+                more = os.pread(descriptor.fd, end - begin - len(content), begin + len(content))
+                if not more:
+                    raise self._cut_short(os.fstat(descriptor.fd).st_size)
+                content += more
+        except OSError as exc:  # as of a failing disk
+            exc.filename = self.path
+            raise
         return content
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
@@ -230,13 +234,17 @@ class ShardFile:
                 return
         descriptor = self.descriptor()
         # one call fills at most 1,024 buffers and reads at most 2 GiB
-        while left:
-            count = os.preadv(descriptor.fd, buffers[:MAX_BUFFERS], begin)
-            if not count and any(map(len, buffers[:MAX_BUFFERS])):
-                raise self._cut_short(os.fstat(descriptor.fd).st_size)
-            left -= count
-            if left:
-                begin, buffers = begin + count, skip_bytes(buffers, count)
+        try:
+            while left:
+                count = os.preadv(descriptor.fd, buffers[:MAX_BUFFERS], begin)
+                if not count and any(map(len, buffers[:MAX_BUFFERS])):
+                    raise self._cut_short(os.fstat(descriptor.fd).st_size)
+                left -= count
+                if left:
+                    begin, buffers = begin + count, skip_bytes(buffers, count)
+        except OSError as exc:
+            exc.filename = self.path
+            raise
 
     def address(self) -> int:
         """Return the address of a map of the file; 0 if the file is not mapped and must be read.
