@@ -33,6 +33,7 @@ _PACKED = "packed"  # the output that contains the tensors' bytes
 _HOST = "packed_host"  # the same bytes on the CPU, for arrays of numpy, if the first output is on a GPU
 _ALIGN = 64
 _MAX_ITEMSIZE = 16  # complex128
+_files_at: dict[str, list[Any]] = {}  # the identities of all files that native readers of this process had at each path
 
 
 class NativeReader(BatchSource):
@@ -64,7 +65,7 @@ class NativeReader(BatchSource):
         self._has_arrays = any(tensor.kind == "ndarray" for tensor in self._narrow.schema.values())
         self._shards = self.cache._store.shards
         self._starts: list[int] = self.cache._store.starts.tolist()
-        self._paths = [shard.path for shard in self._shards]
+        self._paths = list(map(_unique_path, self._shards))
         self._by_path = {path.encode(): number for number, path in enumerate(self._paths)}
         self._begins: dict[int, tuple[list[int], list[int]]] = {}  # by shard; see `_begins_of`
         self._index_paths = list(map(dali_index_path, self._paths))
@@ -166,8 +167,8 @@ class NativeReader(BatchSource):
         """Raise FormatError if DALI has opened other files than the cache, which it does while the pipeline is built."""
         if not self._is_checked:
             files = copy.copy(self.cache._store.files)  # opens each path again
-            for path in self._paths:
-                files.get(path)
+            for shard in self._shards:
+                files.get(shard.path)
             self._is_checked = True
 
     def is_padding(self, iteration: int, count: int) -> Array:
@@ -230,6 +231,17 @@ class NativeReader(BatchSource):
             else:
                 tensors[name] = np.stack(parts) if first.kind == "ndarray" else torch.stack(parts)
         return tensors
+
+
+def _unique_path(shard: Any) -> str:
+    """Return a path of a shard that no other file had in this process, with more slashes if the shard has replaced others.
+
+    Hazard: as long as a pipeline has mapped a file, DALI maps this file for the same path again, even if it was replaced.
+    """
+    files, (folder, name) = _files_at.setdefault(shard.path, []), os.path.split(shard.path)
+    if shard.file.identity not in files:
+        files.append(shard.file.identity)
+    return f"{folder or '.'}{'/' * (1 + files.index(shard.file.identity))}{name}"
 
 
 def _split_origin(origin: bytes) -> list[Sequence[bytes]]:

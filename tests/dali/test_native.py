@@ -176,6 +176,11 @@ def test_shards_that_were_replaced(tmp_path: Path) -> None:
     write_from(100)
     with pytest.raises(tc.FormatError, match=r"0\.tar: the shard was changed since it was opened; open it again"):
         next(replaced)
+    kept = reader(tmp_path, 3)  # DALI keeps its map of the file
+    assert next(kept)["x"][0, 0] == 100
+    write_from(200)
+    assert next(reader(tmp_path, 3))["x"][0, 0] == 200
+    assert next(kept)["x"][0, 0] == 103
 
 
 def test_foreign_members_and_shards_given_twice(tmp_path: Path) -> None:
