@@ -153,10 +153,13 @@ class TensorCacheIterator:
 
         Raises:
             RuntimeError: The pipelines are already built; DALI restores the state of a pipeline only while building it.
-            ValueError: The state belongs to other samples, to batches in another order, or to another number of pipelines.
+            ValueError: The state belongs to other samples, to batches in another order, or to another number of pipelines; or
+                it is not from `state_dict`.
         """
         if self._is_built or any(getattr(pipe.pipeline, "_built", False) for pipe in self._pipes):
             raise RuntimeError("the pipelines are built already; load the state into an iterator over new pipelines")
+        if not isinstance(state, dict) or "checkpoints" not in state:
+            raise ValueError(f"expected a state of TensorCacheIterator, got {state!r:.200}")
         if len(state["settings"]) != len(self._pipes):
             raise ValueError(f"the state belongs to {len(state['settings'])} pipelines, not {len(self._pipes)}")
         for pipe, settings in zip(self._pipes, state["settings"], strict=True):

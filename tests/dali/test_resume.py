@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import dali_plugin
+import wds_tensorcache as tc
 from tests.dali.pipelines import dali, pipeline
 
 
@@ -93,6 +94,9 @@ def test_states_that_do_not_fit(cache: Any) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
+    for other in ({"loader": state}, tc.Loader(cache, 6).state_dict(), None):
+        with pytest.raises(ValueError, match="expected a state of TensorCacheIterator, got "):
+            begun().load_state_dict(other)
     made = pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"]))
     with pytest.raises(RuntimeError, match="was it made with enable_checkpointing=True"):
         dali_plugin.TensorCacheIterator(made).state_dict()
