@@ -168,6 +168,18 @@ def test_samples_that_differ_from_earlier_ones(items: dict[str, Any], more: dict
     assert_written_alike(more | base(**{name: 1}))
 
 
+def test_structures_around_the_same_tensors() -> None:
+    """Samples of several structures are read in turn."""
+    name = f"new {next(numbers)}"
+    samples = [{name: torch.ones(1), "around": around} for around in ([1], [2, 3], {"a": 4}, {"b": {"c": "d"}}, 5)]
+    encoded = [tc.encode_sample(sample) for sample in samples]
+    for _ in range(9):
+        for sample, both in zip(samples, encoded, strict=True):
+            assert_same(sample, tc.decode_sample(*both))
+    calls = [num_calls(lambda both=both: tc.decode_sample(*both)) for both in encoded]
+    assert max(calls) < 1.3 * min(calls)  # all of them on the fast path
+
+
 def test_tensors_without_memory_are_refused() -> None:
     for _ in range(3):
         tc.encode_sample(base())
@@ -208,12 +220,12 @@ def test_damaged_skeletons(items: dict[str, Any]) -> None:
     form = parse_header(tensors)[0].form
     for _ in range(3):
         tc.decode_sample(skeleton, tensors)
-    template, form.num_interpreted = form.template, 99  # from now on, nothing more is learned
-    assert template is not None
+    templates, form.num_interpreted = form.templates, 99  # from now on, nothing more is learned
+    assert templates
     for one in damaged:
-        form.template = template
+        form.templates = templates
         read = outcome(lambda one=one: repr(tc.decode_sample(one, tensors)))
-        form.template = None
+        form.templates = []
         assert read == outcome(lambda one=one: repr(tc.decode_sample(one, tensors)))
 
 

@@ -147,9 +147,10 @@ def template(data: bytes) -> None:
 
     if read(first) is REFUSED:
         return
-    layout.form.template, layout.form.num_interpreted = None, 100  # learn nothing more
+    layout.form.templates, layout.form.num_interpreted = [], 100  # learn nothing more
     interpreted = read(second)
-    layout.form.template = learn(decode_body(first, 2, layout, MemorySource(_MEMBER), True, {}), first[2:])
+    learned = learn(decode_body(first, 2, layout, MemorySource(_MEMBER), True, {}), first[2:])
+    layout.form.templates = [] if learned is None else [learned]
     assert read(second) == interpreted
 
 

@@ -51,9 +51,9 @@ class Form:
     """Names, dtypes and numbers of dimensions of the tensors in a layout. Layouts that differ only in shapes may share one."""
 
     entries: tuple[tuple[str, str, int], ...]  # name, stored dtype, number of dimensions, in the order of the bytes
-    template: Any = None  # `Template` of an earlier skeleton of this form
+    templates: list[Any] = field(default_factory=list)  # `Template`s of earlier skeletons of this form
     num_interpreted: int = 0  # skeletons that were read without a template
-    names: tuple[Any, Further] = None, ()  # a template, and the further names in samples that match it
+    names: dict[Any, Further] = field(default_factory=dict)  # by template, the further names in samples that match it
 
 
 @dataclass(slots=True)
@@ -69,8 +69,8 @@ class Layout:
     further: Further = field(default=(), compare=False)
     named: dict[str, StoredTensor] = field(init=False, compare=False, repr=False)  # tensors by all their names
     references: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # by string, see `resolve`
-    # a template, its references in its own order, and their strings in the order of the tensors
-    resolved: tuple[Any, Any, Any] = field(default=(None, None, None), compare=False, repr=False)
+    # by template: its references in its own order, and their strings in the order of the tensors
+    resolved: dict[Any, tuple[Any, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self.named = self.tensors

@@ -24,7 +24,7 @@ from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_mem
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, resolve
 from wds_tensorcache.codec.skeleton.reader import unpickle
-from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, MISS, Template, Written, family_of, learn
+from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, Template, Written, family_of, learn, match
 from wds_tensorcache.codec.skeleton.types import Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import further_names
@@ -198,13 +198,10 @@ def match_body(
     `build` changes the list, so pass it a copy to build several samples. If `lazy` is True, these samples share only
     immutable objects.
     """
-    template = layout.form.template
+    template, parts = match(layout.form.templates, skeleton, begin)
     if template is None:
         return None
-    parts = template.match(skeleton, begin)
-    if parts is MISS:
-        return None
-    for reference in _resolve_template(layout, template)[1]:
+    for reference in _resolve_template(layout, template)[0]:
         parts.append(open_tensor(reference, source, lazy))
     return template, parts
 
@@ -230,8 +227,10 @@ def _interpret(
     form = layout.form
     form.num_interpreted += 1
     # Learning takes time. So it skips the first sample of a form, which may be the only sample, and ends after some attempts.
-    if 1 < form.num_interpreted <= MAX_ATTEMPTS:
-        form.template = learn(sample, skeleton[begin:])
+    if form.num_interpreted <= MAX_ATTEMPTS and form.num_interpreted % 2 == 0:
+        template = learn(sample, skeleton[begin:])
+        if template is not None:
+            form.templates.append(template)
     return sample, tensors
 
 
@@ -241,17 +240,17 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[
     The body of the skeleton starts at byte `begin`. The strings are in the order of the tensors' bytes. Raises FormatError if
     the skeleton needs `allow=`, or is damaged.
     """
-    template, form = layout.form.template, layout.form
-    values = MISS if template is None else template.match(skeleton, begin)
-    if values is MISS:
+    form = layout.form
+    template, values = match(form.templates, skeleton, begin)
+    if template is None:
         sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
         return _in_order(layout, texts), further_names(sample)
-    _, references, texts = _resolve_template(layout, template)
-    names = form.names
-    if names[0] is not template:
+    references, texts = _resolve_template(layout, template)
+    names = form.names.get(template)
+    if names is None:
         tensors = [open_tensor(reference, _NOWHERE, True) for reference in references]
-        names = form.names = template, further_names(template.build([*values, *tensors]))
-    return texts, names[1]
+        names = form.names[template] = further_names(template.build([*values, *tensors]))
+    return texts, names
 
 
 _NOWHERE = MemorySource(b"")
@@ -262,12 +261,12 @@ def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
     return tuple(by_name[name] for name in layout.tensors)
 
 
-def _resolve_template(layout: Layout, template: Template) -> tuple[Template, tuple[Reference, ...], tuple[str, ...]]:
+def _resolve_template(layout: Layout, template: Template) -> tuple[tuple[Reference, ...], tuple[str, ...]]:
     """Return `Layout.resolved` for a template, which may come from a sample with a different layout."""
-    resolved = layout.resolved  # read once, because other threads replace it
-    if resolved[0] is not template:
+    resolved = layout.resolved.get(template)
+    if resolved is None:
         references = tuple(resolve(layout, text) for text in template.references)
-        resolved = layout.resolved = template, references, _in_order(layout, template.references)
+        resolved = layout.resolved[template] = references, _in_order(layout, template.references)
     return resolved
 
 

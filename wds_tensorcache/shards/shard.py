@@ -19,7 +19,7 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
-from wds_tensorcache.codec.skeleton.template import MISS, Template
+from wds_tensorcache.codec.skeleton.template import Template, match
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.tar import hidden_members
@@ -227,13 +227,11 @@ class Shard:
         if number:
             return self._templates[number - 1]
         layout = self.layout(row)
-        template: Template | None = layout.form.template
-        if template is None:
+        if not layout.form.templates:
             return None
-        skeleton, begin = self.skeleton(row, layout, stored)
-        if template.match(skeleton, begin) is MISS:
-            return None
-        self.note_template(row, template)
+        template, _ = match(layout.form.templates, *self.skeleton(row, layout, stored))
+        if template is not None:
+            self.note_template(row, template)
         return template
 
     def note_template(self, rows: int | Array, template: Template) -> None:

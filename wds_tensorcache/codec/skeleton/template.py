@@ -37,7 +37,7 @@ from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tensor, view_plain
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
-MAX_ATTEMPTS = 8  # interpreted samples of a form, after which no template is learned
+MAX_ATTEMPTS = 16  # interpreted samples of a form, after which no template is learned; half of them are learned from
 _MAX_PARTS = 1000  # containers and plain values
 _MIN_NBYTES = 8  # of the body for each container, because a template takes 400 bytes for it
 _FEW_TENSORS = 64
@@ -350,6 +350,15 @@ def learn(sample: Any, body: bytes) -> Template | None:
 def _plain_dtype(tensor: Any, true: TrueDtype) -> torch.dtype | None:
     is_plain = type(tensor) is torch.Tensor and tensor.dtype in PLAIN and TORCH_TRUE[tensor.dtype] == true
     return tensor.dtype if is_plain else None
+
+
+def match(templates: Iterable[Template], body: bytes, pos: int) -> tuple[Template | None, Any]:
+    """Return the first template that a skeleton's body matches, and the plain values; None and `MISS` if there is none."""
+    for template in templates:
+        values = template.match(body, pos)
+        if values is not MISS:
+            return template, values
+    return None, MISS
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import keep_bounded
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
-from wds_tensorcache.codec.skeleton.template import MISS, Template
+from wds_tensorcache.codec.skeleton.template import MISS, Template, match
 from wds_tensorcache.codec.tree import Path, rebuild, walk
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
@@ -146,11 +146,10 @@ class Decoded:
                 if rows.shards is store.shards:
                     store.values.keep(numbers[i], row[i], template, values, len(skeleton))
                 continue
-            other: Template | None = self._layouts.items[which[i]].form.template
-            values = MISS if other is None or other is template else other.match(skeleton, begin)
-            if values is MISS and not may_build:
+            other, values = match(self._layouts.items[which[i]].form.templates, skeleton, begin)
+            if other is None and not may_build:
                 return []
-            others[i] = (None, self._build(i)) if values is MISS else self._compare(i, other, values)
+            others[i] = (None, self._build(i)) if other is None else self._compare(i, other, values)
         if not others:
             for number, _, shard_rows in rows.by_shard:
                 rows.shards[number].note_template(shard_rows, template)
