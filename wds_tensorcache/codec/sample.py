@@ -24,7 +24,7 @@ from wds_tensorcache.codec.header import Further, Layout, parse_header, plan_mem
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.reference import ByteSource, MemorySource, Reference, check_named, resolve
 from wds_tensorcache.codec.skeleton.reader import unpickle
-from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, Template, Written, family_of, learn, match
+from wds_tensorcache.codec.skeleton.template import MAX_ATTEMPTS, Template, Written, family_of, find_match, learn
 from wds_tensorcache.codec.skeleton.types import Allowed, allow_table
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.tree import further_names
@@ -198,7 +198,7 @@ def match_body(
     `build` changes the list, so pass it a copy to build several samples. If `lazy` is True, these samples share only
     immutable objects.
     """
-    template, parts = match(layout.form.templates, skeleton, begin)
+    template, parts = find_match(layout.form.templates, skeleton, begin)
     if template is None:
         return None
     for reference in _resolve_template(layout, template)[0]:
@@ -241,7 +241,7 @@ def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[
     the skeleton needs `allow=`, or is damaged.
     """
     form = layout.form
-    template, values = match(form.templates, skeleton, begin)
+    template, values = find_match(form.templates, skeleton, begin)
     if template is None:
         sample, texts = _interpret(skeleton, begin, layout, _NOWHERE, True, {})
         return _in_order(layout, texts), further_names(sample)

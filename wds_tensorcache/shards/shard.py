@@ -19,7 +19,7 @@ from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.binding import PREAMBLE_NBYTES, is_preamble
 from wds_tensorcache.codec.header import Form, Layout
 from wds_tensorcache.codec.sample import check_binding, decode_body
-from wds_tensorcache.codec.skeleton.template import Template, match
+from wds_tensorcache.codec.skeleton.template import Template, find_match
 from wds_tensorcache.errors import FormatError, TarFormatError, TensorCacheError
 from wds_tensorcache.shards.manifest import ShardEntry, check_listed, other_count
 from wds_tensorcache.shards.tar import hidden_members
@@ -229,7 +229,7 @@ class Shard:
         layout = self.layout(row)
         if not layout.form.templates:
             return None
-        template, _ = match(layout.form.templates, *self.skeleton(row, layout, stored))
+        template, _ = find_match(layout.form.templates, *self.skeleton(row, layout, stored))
         if template is not None:
             self.note_template(row, template)
         return template

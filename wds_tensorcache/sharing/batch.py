@@ -9,7 +9,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import Layout, make_layout
 from wds_tensorcache.codec.sample import list_references
-from wds_tensorcache.codec.skeleton.template import Template, match
+from wds_tensorcache.codec.skeleton.template import Template, find_match
 from wds_tensorcache.errors import UnsafeSkeletonError
 from wds_tensorcache.reading.batch.rows import Rows
 from wds_tensorcache.sharing.samples import ParsedSample, Samples
@@ -76,7 +76,7 @@ class _BatchAsShard:
         parsed = self._parsed[row]
         if parsed.matched is not None:
             return parsed.matched[0]
-        return match(self.layout(row).form.templates, parsed.skeleton, parsed.body)[0]
+        return find_match(self.layout(row).form.templates, parsed.skeleton, parsed.body)[0]
 
     def note_template(self, rows: Any, template: Template) -> None:
         """Do nothing, since the rows of the next batch are different samples."""

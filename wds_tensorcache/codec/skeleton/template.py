@@ -352,7 +352,7 @@ def _plain_dtype(tensor: Any, true: TrueDtype) -> torch.dtype | None:
     return tensor.dtype if is_plain else None
 
 
-def match(templates: Iterable[Template], body: bytes, pos: int) -> tuple[Template | None, Any]:
+def find_match(templates: Iterable[Template], body: bytes, pos: int) -> tuple[Template | None, Any]:
     """Return the first template that a skeleton's body matches, and the plain values; None and `MISS` if there is none."""
     for template in templates:
         values = template.match(body, pos)

@@ -13,7 +13,7 @@ import numpy as np
 
 from wds_tensorcache.codec.header import keep_bounded
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
-from wds_tensorcache.codec.skeleton.template import MISS, Template, match
+from wds_tensorcache.codec.skeleton.template import MISS, Template, find_match
 from wds_tensorcache.codec.tree import Path, rebuild, walk
 from wds_tensorcache.errors import BatchError
 from wds_tensorcache.reading.batch.columns import Layouts
@@ -146,7 +146,7 @@ class Decoded:
                 if rows.shards is store.shards:
                     store.values.keep(numbers[i], row[i], template, values, len(skeleton))
                 continue
-            other, values = match(self._layouts.items[which[i]].form.templates, skeleton, begin)
+            other, values = find_match(self._layouts.items[which[i]].form.templates, skeleton, begin)
             if other is None and not may_build:
                 return []
             others[i] = (None, self._build(i)) if other is None else self._compare(i, other, values)
