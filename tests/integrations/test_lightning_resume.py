@@ -86,6 +86,20 @@ def test_after_max_steps(cache: Any, tmp_path: Path, saved: str, limit: dict[str
         (tmp_path / "last.ckpt").unlink()
 
 
+def test_saved_after_a_test(cache: Any, tmp_path: Path) -> None:
+    """`trainer.test` and `trainer.validate` make Lightning forget the loaders whose states it saves."""
+    model = models.BatchesModel()
+    model.test_step = lambda *args: None
+    for stop in (14, STEPS):
+        trainer = pl.Trainer(max_steps=stop, callbacks=[resume_loaders()], enable_checkpointing=False, **QUIET)
+        trainer.fit(model, make(cache))
+        trainer.test(model, make(cache), verbose=False)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        _, rest = fit(make(cache), resume_loaders(), path=tmp_path / "last.ckpt", max_epochs=2)
+        assert model.seen + rest == whole(cache, 2)
+        model.seen.clear()
+
+
 class Endless:
     """A sized loader without a state, whose batches do not matter."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -30,13 +31,23 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         ValueError: A state belongs to a loader with other samples or settings, or to another number of loaders.
     """
 
+    _last: Sequence[Any] = ()  # the loaders' states at the end of training
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget the loaders' states from an earlier call of the trainer."""
         self._states: list[Any] = []
+        if stage == "fit":
+            self._last = ()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keep the loaders' states, because `trainer.validate` and `trainer.test` make Lightning forget its loaders."""
+        self._last = [loader.state_dict() for loader in _stateful_loaders(trainer)]
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """In a checkpoint within a step, as by `save_on_exception`, count the step's batches as not used."""
+        """Save the states of a finished training; in a checkpoint within a step, count the step's batches as not used."""
         loops = checkpoint["loops"]["fit_loop"]
+        if self._last:
+            loops["state_dict"].setdefault("combined_loader", self._last)
         states, batches = loops["state_dict"].get("combined_loader", []), loops["epoch_loop.batch_progress"]
         if not states or batches["current"]["processed"] == batches["current"]["ready"]:
             return
