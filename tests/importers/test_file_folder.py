@@ -37,7 +37,8 @@ def test_files_of_one_stem_are_joined(folder: Path, tmp_path: Path) -> None:
     assert list(found) == ["a", "deep/er/b.v2", "one"]
     assert found.pop("one").keys() == {"npy"}
     assert (report.ok, report.unused) == (True, [])
-    assert report.fingerprint == {"format": "files", "source": str(folder)} == tc.open(tmp_path / "out").fingerprint
+    fingerprint = {"structure": "dicts by suffix", "format": "files", "source": str(folder)}
+    assert report.fingerprint == fingerprint == tc.open(tmp_path / "out").fingerprint
     for value in found.values():
         assert set(value) == {"npy", "npz", "pt", "safetensors", "pkl"}
         assert_same(torch.arange(3), value["npy"])
@@ -45,6 +46,16 @@ def test_files_of_one_stem_are_joined(folder: Path, tmp_path: Path) -> None:
         assert_same({"text": torch.ones(2).bfloat16(), "n": 3}, value["pt"])
         assert_same({"y": torch.zeros(1)}, value["safetensors"])
         assert_same([torch.ones(2, dtype=torch.float64), "a cat"], value["pkl"])
+
+
+def test_a_new_file_that_changes_the_structure(folder: Path, tmp_path: Path) -> None:
+    """A resumed import would store an array as `a`, and a dict as `b`."""
+    np.save(folder / "a.npy", np.arange(3))
+    tc.import_cache(folder, tmp_path / "out")
+    np.save(folder / "b.npy", np.arange(3))
+    torch.save(torch.ones(2), folder / "b.pt")
+    with pytest.raises(tc.StaleCacheError, match="structure"):
+        tc.import_cache(folder, tmp_path / "out", resume=True)
 
 
 def test_an_npz_without_arrays(folder: Path, tmp_path: Path) -> None:
@@ -169,6 +180,25 @@ def test_pickles(folder: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.
     assert not Path("hacked").exists()
     tc.import_cache(folder, tmp_path / "trusted", trust=True)
     assert Path("hacked").exists()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_files_of_torch_before_1_6(folder: Path, tmp_path: Path, protocol: int) -> None:
+    """Several pickles in a row, of which the first one is a number."""
+    torch.save({"x": torch.ones(2)}, folder / "a.pt", pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    with pytest.raises(tc.FormatError, match="torch 1.6; .*--trust"):
+        tc.import_cache(folder, tmp_path / "out")
+    found, _ = imported(folder, tmp_path / "out", trust=True)
+    assert_same({"a": {"x": torch.ones(2)}}, found)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_several_pickles_in_one_file(folder: Path, tmp_path: Path, trust: bool, protocol: int) -> None:
+    """`pickle.load` would read only the first one."""
+    (folder / "a.pkl").write_bytes(pickle.dumps(1, protocol) + pickle.dumps(2, protocol))
+    with pytest.raises(tc.FormatError, match="a.pkl"):
+        tc.import_cache(folder, tmp_path / "out", trust=trust)
 
 
 def test_an_extracted_shard(folder: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from wds_tensorcache.shards.expansion import max_expanded
 _GZIP, _PICKLE = b"\x1f\x8b", b"\x80"
 _ZIP_HEAD = struct.Struct("<26xHH")  # of a file in a zip, with the lengths of its name and its extra field
 _ALIGNMENT = 64  # of arrays in bytes, enough for every dtype
+_HEAD_NBYTES = 32  # of an old file of torch: the number of the protocol, a frame, and the number that marks such files
 _MAPPED = 1 << 28  # longer files of torch are mapped
 REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
@@ -96,7 +97,7 @@ def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
         except (EOFError, OSError, zlib.error) as exc:
             raise FormatError(f"the gzip file is damaged or cut short: {exc}") from exc
         limit = _find_limit(len(raw), trust)
-    is_old = raw[: len(OLD_TORCH)] == OLD_TORCH
+    is_old = OLD_TORCH[2:] in bytes(raw[:_HEAD_NBYTES])  # without the number of the protocol, which may be 2 to 5
     stream = io.BytesIO(raw) if file is None else file
     try:
         if raw[:1] == _PICKLE and not is_old:
@@ -110,7 +111,11 @@ def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
             stream.seek(0)
             value = torch.load(stream, map_location="cpu", weights_only=False)
             return rebuild(value, lambda module: module.state_dict(), torch.nn.Module)
-        return pickle.loads(raw)  # noqa: S301 (the user trusts the file)
+        pickled = io.BytesIO(raw)
+        value = pickle.load(pickled)  # noqa: S301 (the user trusts the file)
+        if pickled.read(1):
+            raise ValueError("bytes follow the pickle")
+        return value
     except Exception as exc:  # whatever a trusted pickle raises
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 

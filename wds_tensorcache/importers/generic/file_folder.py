@@ -82,7 +82,9 @@ def _open(folder: SourceFolder) -> Source:
     for key, files in extracted.items():
         load = partial(_load_extracted, folder, files)
         samples.append(SourceSample(key, tuple(files.values()), load, key))
-    return Source(sorted(samples, key=lambda sample: sample.name), bad=bad)
+    # Hazard: after a new file changes the structure, a resumed import would mix samples of both.
+    structure = {"structure": "dicts by suffix"} if has_several else {}
+    return Source(sorted(samples, key=lambda sample: sample.name), structure, bad)
 
 
 def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
