@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import itertools
+import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,7 @@ def test_samples_of_one_structure(samples: list[Any]) -> None:
 
 
 T = torch.arange(6.0)
+ONE = np.int64(1)
 PAIR = (2.5, T[:2])
 LOOP: list[Any] = [1]
 LOOP.append((LOOP, T))
@@ -208,8 +212,14 @@ def test_results_share_nothing() -> None:
         {"long": "x" * 300, "n": -70_000, "f": 2.5, "b": b"raw"},
         {"same": ["ab", "ab", {"gh": "cd", "ef": "cd"}]},
         {"e": [[], {}, ()]},
+        {
+            "score": np.float32(1.5),
+            "size": torch.Size([3, 400]),
+            "made": [datetime(2020, 1, 2), np.datetime64(5, "25s")],
+        },
+        {"twice": [ONE, ONE], "ids": (uuid.UUID(int=1 << 90), Decimal("0.1"), slice(None, 5), 1j), "text": "0.2"},
     ],
-    ids=["small", "sizes", "memo", "empty"],
+    ids=["small", "sizes", "memo", "empty", "calls", "calls with shared parts"],
 )
 def test_damaged_skeletons(items: dict[str, Any]) -> None:
     """A template reads what the interpreter reads, and leaves the rest to it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, deque
+from datetime import datetime
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,25 @@ def test_texts_as_arrays(tmp_path: Path) -> None:
         with pytest.raises(tc.BatchError, match=r"'prompt' is ndarray of <U1 .*, but .* <U2 .*store texts as str"):
             cache.read_batch([0, 1], collate="list")
         assert cache.select(["t"]).read_batch([0, 1])["t"].shape == (2, 2)
+
+
+def test_values_that_are_built_from_plain_ones(tmp_path: Path) -> None:
+    samples = [
+        {
+            "t": A + i,
+            "score": np.float32(i / 3),
+            "made": [datetime(2020, 1, 1 + i), i],
+            "inner": {"size": torch.Size([i, 4])},
+        }
+        for i in range(12)
+    ]
+    with tc.open(write(tmp_path, samples)) as cache:
+        for begin in (0, 4, 8):
+            batch, expected = cache.read_batch(range(begin, begin + 4)), samples[begin : begin + 4]
+            assert torch.equal(batch["t"], torch.stack([sample["t"] for sample in expected]))
+            for column, name in ((batch["score"], "score"), (batch["made"], "made")):
+                assert_same([sample[name] for sample in expected], list(column))
+            assert_same([sample["inner"]["size"] for sample in expected], list(batch["inner"]["size"]))
 
 
 @pytest.mark.parametrize("samples", SMALL.values(), ids=SMALL)

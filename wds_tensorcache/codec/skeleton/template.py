@@ -9,7 +9,8 @@ is the body of a skeleton without these numbers and strings.
   `SkeletonWriter` writes it.
 
 A template is learned from a sample and its body by writing the sample again, which needs no second parser of pickles. A sample
-has no template if it contains anything but dicts with string keys, lists, tuples, plain values and tensors.
+has no template if it contains anything but dicts with string keys, lists, tuples, plain values, tensors and *calls*. A call is
+a value that is written as a call with plain values, such as a numpy scalar or a date. Templates with calls are only read.
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.opcodes import *
 from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS, CODE
+from wds_tensorcache.codec.skeleton.types import BUILDERS, LISTED
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tensor, view_plain
 
 MISS: Any = object()  # the result for a skeleton that does not match a template
 MAX_ATTEMPTS = 16  # interpreted samples of a form, after which no template is learned; half of them are learned from
 _MAX_PARTS = 1000  # containers and plain values
-_MIN_NBYTES = 8  # of the body for each container, because a template takes 400 bytes for it
+_MIN_NBYTES = 8  # of the body for each container and call, because a template takes 400 bytes for it
 _FEW_TENSORS = 64
 _MAX_FAMILIES = 256
 _MAX_MISSES = 32  # after more misses in a row, a family gives up its template
 _TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
+_Build = Callable[[tuple[Any, ...]], Any]
 # Body of the skeleton; header without its digest, layout and buffers of the `.safetensors` member; strings of the references
 # in the order of the tensors' bytes, None if readers of the skeleton need `allow=`.
 Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
@@ -60,11 +63,13 @@ class Template:
 
     Attributes:
         segments: Bytes before each value, and bytes after the last value.
+        calls: For each call, the last one of the body first: the index of its first argument among the plain values, the number
+            of its arguments, and the function that takes their tuple and returns the value.
         references: Strings of the references to tensors, in the order of the body.
         containers: For each container, inner containers first: its type, its keys if it is a dict, and a function that selects
             its items. The function gets a list of all values, then all tensors, then the containers built so far.
         outline: For each container, in the order of the parts: its position among them, its type, and the number of parts up
-            to its last item. None if the body fetches a part from the memo: the template is then for reading only.
+            to its last item. None if the body has calls or fetches a part from the memo: the template is for reading only.
         keys: Keys of all dicts, in the order of the parts.
         select_values: Function that selects the plain values from the parts, in the order of the body.
         select_tensors: Function that selects the tensors from the parts, in the order of their bytes in the member.
@@ -76,6 +81,7 @@ class Template:
     """
 
     segments: tuple[bytes, ...]
+    calls: tuple[tuple[int, int, _Build], ...]
     references: tuple[str, ...]
     containers: tuple[tuple[type, Any, Any], ...]
     outline: tuple[tuple[int, Any, int], ...] | None
@@ -88,7 +94,7 @@ class Template:
     texts: set[Any]
 
     def match(self, body: bytes, pos: int) -> Any:
-        """Return the plain values of a skeleton whose body starts at `pos`; `MISS` if the body does not match."""
+        """Return the values of a skeleton whose body starts at `pos`; `MISS` if the body does not match."""
         values: list[Any] = []
         append = values.append
         # one step per value
@@ -124,9 +130,18 @@ class Template:
                     append(make(body[first:pos]))
                 else:
                     return MISS
-        except (IndexError, StructError, UnicodeDecodeError):
+            if body[pos:] != self.segments[-1]:
+                return MISS
+            for begin, count, build in self.calls:
+                values[begin : begin + count] = [build(tuple(values[begin : begin + count]))]
+        except (IndexError, StructError, ValueError, TypeError, ArithmeticError):
             return MISS  # the interpreter raises the error of a truncated or damaged body
-        return values if body[pos:] == self.segments[-1] else MISS
+        return values
+
+    @property
+    def num_values(self) -> int:
+        """Number of values that `match` returns."""
+        return len(self.segments) - 1 - sum(count - 1 for _, count, _ in self.calls)
 
     def build(self, parts: list[Any]) -> Any:
         """Return the sample built from a list of all its values, then all its tensors; append its containers to the list."""
@@ -225,6 +240,25 @@ def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> A
     return parts[-1]
 
 
+def _find_call(value: Any) -> tuple[int, _Build] | None:
+    """Return the number of plain values from which a value is built, and the function that builds it from their tuple.
+
+    Return None for a value that is not written as a call with plain values, or with one tuple of them.
+    """
+    if type(value) not in LISTED:
+        return None
+    module, name, list_arguments = LISTED[type(value)]
+    build: _Build = BUILDERS[module, name].build  # type: ignore[attr-defined]
+    arguments = list_arguments(value)
+    if type(value) is torch.Size:
+        arguments, build = tuple(value), _build_size
+    return (len(arguments), build) if arguments and all(type(item) in ATOM_WRITERS for item in arguments) else None
+
+
+def _build_size(sizes: tuple[Any, ...]) -> Any:
+    return BUILDERS["torch", "Size"].build((sizes,))  # type: ignore[attr-defined]
+
+
 def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
     """Return a function that takes a list and returns its items at `indices`."""
     if len(indices) > 1:
@@ -273,6 +307,7 @@ def learn(sample: Any, body: bytes) -> Template | None:
     outline: list[tuple[int, Any, int]] = []
     keys: list[Any] = []
     items: dict[int, range] = {}  # position of a container -> positions of its items
+    calls: dict[int, tuple[int, _Build]] = {}  # position of a call -> result of `_find_call`
     for position, part in enumerate(parts):  # `parts` grows until all containers have been visited
         if type(part) in (dict, list, tuple):
             begin = len(parts)
@@ -281,14 +316,17 @@ def learn(sample: Any, body: bytes) -> Template | None:
             items[position] = range(begin, len(parts))
             outline.append((position, type(part), len(parts)))
         elif type(part) not in ATOM_WRITERS and not isinstance(part, _TENSORS):
-            return None
+            call = _find_call(part)
+            if call is None:
+                return None
+            calls[position] = call
         if len(parts) > 2 * _MAX_PARTS:
             return None
     # CPython has one empty tuple, which is written wherever it occurs.
     unique = [position for position in items if type(parts[position]) is not tuple or items[position]]
     if (
         not items
-        or len(body) < _MIN_NBYTES * len(items)
+        or len(body) < _MIN_NBYTES * (len(items) + len(calls))
         or len({id(parts[position]) for position in unique}) < len(unique)
     ):
         return None
@@ -301,8 +339,10 @@ def learn(sample: Any, body: bytes) -> Template | None:
             return None
     except (ValueError, KeyError):
         return None  # a tensor that cannot be stored: another thread has changed the sample
-    values: dict[int, int] = {}  # mark of a value -> position of its first occurrence
+    values: dict[int, int] = {}  # mark of a value -> position of its first occurrence; for an argument, of its call
+    spans: list[tuple[int, int, _Build]] = []  # `Template.calls`, the first one of the body first
     tensors: dict[int, int] = {}  # id of a tensor -> position of its first occurrence
+    called: dict[int, int] = {}  # id of a call's value -> position of its first occurrence
     firsts: dict[int, int] = {}  # position of a value or tensor -> position of its first occurrence
     marks, todo = iter(writer.marks), [0]
     while todo:  # in the order of the body
@@ -310,23 +350,33 @@ def learn(sample: Any, body: bytes) -> Template | None:
         part = parts[position]
         if position in items:
             todo += reversed(items[position])
+        elif position in calls:
+            firsts[position] = called.setdefault(id(part), position)
+            if firsts[position] == position:
+                spans.append((len(values), *calls[position]))
+                own = [next(marks, -1) for _ in range(calls[position][0])]
+                if own != list(map(writer.first_mark, own)) or -1 in own:
+                    return None  # a long argument that many calls fetch would be copied many times
+                values |= dict.fromkeys(own, position)
         elif type(part) in ATOM_WRITERS:
             mark = next(marks, -1)
             first = writer.first_mark(mark)
-            if mark < 0 or (first != mark and first not in values):
-                return None  # another thread has changed the sample; or a value is fetched from a key
+            if mark < 0 or (first != mark and first not in values) or values.get(first) in calls:
+                return None  # another thread has changed the sample; or a value is fetched from a key or from a call
             firsts[position] = values.setdefault(first, position)
         else:
             firsts[position] = tensors.setdefault(id(part), position)
     if len(values) + len(items) > _MAX_PARTS or len(tensors) != len(writer.tensors) or writer.has_constant_of(values):
         return None
     inner_first = list(reversed(items))
-    order = {position: at for at, position in enumerate((*values.values(), *tensors.values(), *inner_first))}
+    placed_values = dict.fromkeys(values.values())  # each call once
+    order = {position: at for at, position in enumerate((*placed_values, *tensors.values(), *inner_first))}
     references = tuple(tensor.reference for tensor in writer.tensors.values())
     placed = zip(tensors.values(), writer.tensors.values(), strict=True)
     wide_first = sorted(placed, key=lambda pair: pair[1].true.itemsize, reverse=True)
     return Template(
         segments=writer.segments(values),
+        calls=tuple(reversed(spans)),
         references=references,
         containers=tuple(
             (
@@ -336,7 +386,7 @@ def learn(sample: Any, body: bytes) -> Template | None:
             )
             for position in inner_first
         ),
-        outline=tuple(outline) if len(firsts) == len(values) + len(tensors) else None,
+        outline=tuple(outline) if len(firsts) == len(values) + len(tensors) and not calls else None,
         keys=keys,
         select_values=item_getter(list(values.values())),
         select_tensors=item_getter([position for position, _ in wide_first]),

@@ -84,7 +84,7 @@ def _in_order(groups: list[_Group], columns: list[list[Any]]) -> list[Any]:
 @lru_cache(64)
 def _number_leaves(template: Template) -> Any:
     """Return a sample with numbers in place of the template's values, and `_TENSOR` in place of tensors."""
-    return template.build([*range(len(template.segments) - 1), *(_TENSOR for _ in template.references)])
+    return template.build([*range(template.num_values), *(_TENSOR for _ in template.references)])
 
 
 def is_tensor(value: Any) -> bool:
