@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/dev.txt
+# Python compiles the modules that it imports, a third of those that are installed.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints/dev.txt
 
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt

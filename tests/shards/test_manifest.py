@@ -104,6 +104,10 @@ def test_any_bytes_of_a_manifest_may_change(written: tuple[Path, bytes], data: s
     except (tc.FormatError, FileNotFoundError):
         assert content != before
         return
+    except KeyError as error:  # the caches of two shards have different names
+        assert content != before
+        assert "choose one with" in str(error)
+        return
     assert [sample["x"] for sample in samples] == list(map(int, keys))
     document = json.loads(content)
     assert len(keys) == sum(shard["nsamples"] for shard in document["shardlist"])
