@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles the modules that it imports, a third of those that are installed.
-PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints/dev.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints/dev.txt
 
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints/bench.txt
@@ -78,7 +77,8 @@ $(VENV)/demo: $(BIN)/python setup.cfg constraints/dev.txt
 	touch $@
 
 $(VENV)/dev: $(BIN)/python setup.cfg constraints/dev.txt
-	$(PIP) --editable '.[dev,dali]'
+	$(PIP) --no-compile --editable '.[dev,dali]'
+	-$(BIN)/python -m compileall -q -j 2 $(VENV)/lib # pip uses one core; a few files need a newer Python
 	touch $@
 
 # Without their dependencies, which hold an older numpy, a torchvision (its builds fit one build of torch) and every cloud's client.

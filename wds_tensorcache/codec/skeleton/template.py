@@ -10,7 +10,8 @@ is the body of a skeleton without these numbers and strings.
 
 A template is learned from a sample and its body by writing the sample again, which needs no second parser of pickles. A sample
 has no template if it contains anything but dicts with string keys, lists, tuples, plain values, tensors and *calls*. A call is
-a value that is written as a call with plain values, such as a numpy scalar or a date. Templates with calls are only read.
+a value such as a numpy scalar or a date, which the body builds by calling its type with plain values. Templates with calls are
+only read.
 """
 
 from __future__ import annotations
