@@ -101,12 +101,8 @@ def test_any_bytes_of_a_manifest_may_change(written: tuple[Path, bytes], data: s
     try:
         with tc.open(path) as cache:
             keys, samples = list(cache.keys()), list(cache)
-    except (tc.FormatError, FileNotFoundError):
+    except (tc.FormatError, FileNotFoundError, KeyError):  # KeyError: the caches of two shards have different names
         assert content != before
-        return
-    except KeyError as error:  # the caches of two shards have different names
-        assert content != before
-        assert "choose one with" in str(error)
         return
     assert [sample["x"] for sample in samples] == list(map(int, keys))
     document = json.loads(content)
