@@ -97,7 +97,7 @@ LOOP.append((LOOP, T))
 
 
 def base(**items: Any) -> dict[str, Any]:
-    return {"ab": {"cd": "text", "n": 5}, "t": T, "l": [1, (2.5, T[:2])], **items}
+    return {"ab": {"cd": "text", "n": 5}, "t": T, "l": [1, (2.5, T[:2])], "i": {7: 1, "7": 2, -(1 << 70): [3]}, **items}
 
 
 class Text(str):
@@ -116,6 +116,7 @@ MATCHED: dict[str, dict[str, Any]] = {
     "views of one storage": {"t": T[1:], "l": [1, (2, T[1:])]},
     "negated": {"t": torch.ones(2, dtype=torch.complex64).conj().imag},
     "many dimensions": {"t": torch.ones([1] * 60)},
+    "other values of int keys": {"i": {7: "x", "7": 8, -(1 << 70): [9]}},
 }
 NOT_MATCHED: dict[str, dict[str, Any]] = {
     "a text twice": {"ab": {"cd": "xy", "n": "xy"}},
@@ -125,6 +126,8 @@ NOT_MATCHED: dict[str, dict[str, Any]] = {
     "a container twice": {"ab": PAIR, "l": [1, PAIR]},
     "another order within": {"ab": {"n": 5, "cd": "text"}},
     "a key of a subclass": {"ab": {Text("cd"): "text", "n": 5}},
+    "a text for an int key": {"i": {"8": 1, "7": 2, -(1 << 70): [3]}},
+    "a float for an int key": {"i": {7.0: 1, "7": 2, -(1 << 70): [3]}},
     "an ordered dict": {"ab": OrderedDict(cd="text", n=5)},
     "a list for a tuple": {"l": [1, [2.5, T[:2]]]},
     "a tensor for an atom": {"ab": {"cd": T[:1], "n": 5}},
@@ -217,9 +220,10 @@ def test_results_share_nothing() -> None:
             "size": torch.Size([3, 400]),
             "made": [datetime(2020, 1, 2), np.datetime64(5, "25s")],
         },
+        {"layers": {0: 1, 500: {-1: (2, "two")}}, 1: 3},
         {"twice": [ONE, ONE], "ids": (uuid.UUID(int=1 << 90), Decimal("0.1"), slice(None, 5), 1j), "text": "0.2"},
     ],
-    ids=["small", "sizes", "memo", "empty", "calls", "calls with shared parts"],
+    ids=["small", "sizes", "memo", "empty", "calls", "int keys", "calls with shared parts"],
 )
 def test_damaged_skeletons(items: dict[str, Any]) -> None:
     """A template reads what the interpreter reads, and leaves the rest to it."""

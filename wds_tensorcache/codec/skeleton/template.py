@@ -9,9 +9,9 @@ is the body of a skeleton without these numbers and strings.
   `SkeletonWriter` writes it.
 
 A template is learned from a sample and its body by writing the sample again, which needs no second parser of pickles. A sample
-has no template if it contains anything but dicts with string keys, lists, tuples, plain values, tensors and *calls*. A call is
-a value such as a numpy scalar or a date, which the body builds by calling its type with plain values. Templates with calls are
-only read.
+has no template if it contains anything but dicts whose keys are str or int, lists, tuples, plain values, tensors and *calls*. A
+call is a value such as a numpy scalar or a date, which the body builds by calling its type with plain values. Templates with
+calls are only read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import torch
 from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype, numpy_true_dtype
 from wds_tensorcache.codec.header import Layout, keep_bounded, plan_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
-from wds_tensorcache.codec.skeleton.limits import TEXTS
 from wds_tensorcache.codec.skeleton.opcodes import *
 from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS, CODE
 from wds_tensorcache.codec.skeleton.types import BUILDERS, LISTED
@@ -46,6 +45,8 @@ _MIN_NBYTES = 8  # of the body for each container and call, because a template t
 _FEW_TENSORS = 64
 _MAX_FAMILIES = 256
 _MAX_MISSES = 32  # after more misses in a row, a family gives up its template
+_KEYS = frozenset({str, int})
+_INT_KEY = -1  # takes the place of the position of a part
 _TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
@@ -86,7 +87,7 @@ class Template:
     references: tuple[str, ...]
     containers: tuple[tuple[type, Any, Any], ...]
     outline: tuple[tuple[int, Any, int], ...] | None
-    keys: list[str]
+    keys: list[str | int]
     select_values: Callable[[list[Any]], Iterable[Any]]
     select_tensors: Callable[[list[Any]], Iterable[Any]]
     tensors: tuple[tuple[Any, StorableTensor, torch.dtype | None], ...]
@@ -171,7 +172,7 @@ class Template:
             if len(parts) != end:
                 return None
         # The types come first: comparing keys of other types may run any code.
-        if not TEXTS.issuperset(map(type, keys)) or keys != self.keys:
+        if not _KEYS.issuperset(map(type, keys)) or keys != self.keys:
             return None
         # A writer fetches a container or tensor that occurs again from the memo.
         if len(set(map(id, self.select_unique(parts)))) < self.num_unique:
@@ -331,7 +332,7 @@ def learn(sample: Any, body: bytes) -> Template | None:
         or len({id(parts[position]) for position in unique}) < len(unique)
     ):
         return None
-    if not TEXTS.issuperset(map(type, keys)):
+    if not _KEYS.issuperset(map(type, keys)):
         return None
     writer = _MarkingWriter()
     try:
@@ -349,8 +350,12 @@ def learn(sample: Any, body: bytes) -> Template | None:
     while todo:  # in the order of the body
         position = todo.pop()
         part = parts[position]
-        if position in items:
-            todo += reversed(items[position])
+        if position == _INT_KEY:
+            next(marks, None)
+        elif position in items:
+            # not strict, because another thread may change the sample
+            for item, key in zip(reversed(items[position]), reversed([*part]), strict=False):
+                todo += (item, _INT_KEY) if type(part) is dict and type(key) is int else (item,)
         elif position in calls:
             firsts[position] = called.setdefault(id(part), position)
             if firsts[position] == position:
@@ -443,7 +448,7 @@ def family_of(sample: Any) -> Family | None:
     cls = type(sample)
     if cls is dict:
         key = tuple(sample)
-        if not TEXTS.issuperset(map(type, key)):
+        if not _KEYS.issuperset(map(type, key)):
             return None
     elif cls is list or cls is tuple:
         key = (cls, len(sample))
