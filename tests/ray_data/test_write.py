@@ -135,6 +135,38 @@ def test_ints_that_became_floats(tmp_path: Path) -> None:
         assert [sample.get("id") for sample in cache] == ids
 
 
+@pytest.mark.parametrize("batch_format", ["numpy", "pandas", "pyarrow"])
+def test_unions_of_caches(tmp_path: Path, batch_format: str) -> None:
+    """Rows of one cache get no items of the other, though numpy has NaN where a row lacks a number."""
+    values = [{"n": 3, "score": 0.5}, {"m": 1 << 40, "weight": float("nan"), "text": "é", "is_old": True}]
+    samples = [{"x": torch.full((2,), i).bfloat16(), **value} for i, value in enumerate(values)]
+    parts = [tc.ray.read_ray(write_samples(tmp_path / f"{i}", {f"{i}": part})) for i, part in enumerate(samples)]
+    rows = parts[0].union(parts[1]).repartition(1).map_batches(lambda batch: batch, batch_format=batch_format)
+    cache = tc.ray.write_ray(rows, tmp_path / "out")
+    for i, sample in enumerate(samples):
+        assert_same(in_order(sample), in_order(tc.realize(cache[f"{i}"])))
+
+
+@pytest.mark.parametrize("suffixes", [("", "_b"), ("_a", "_b")])
+def test_joined_rows(tmp_path: Path, suffixes: tuple[str, str]) -> None:
+    """Ray's join adds suffixes to the columns that both datasets have; bfloat16 stays bfloat16."""
+    samples = [
+        {"x": torch.full((2,), 0.5).bfloat16(), "n": 1},
+        {"x": torch.full((2,), 1.5).to(torch.float8_e4m3fn), "y": torch.full((3,), 2.5).bfloat16(), "m": 2},
+    ]
+    parts = [tc.ray.read_ray(write_samples(tmp_path / f"{i}", {"k": part})) for i, part in enumerate(samples)]
+    tables = [part.take_batch(batch_format="pyarrow") for part in parts]
+    shared = set.intersection(*(set(table.column_names) for table in tables)) - {"__key__"}
+    columns = {
+        name + suffix * (name in shared): table[name]
+        for table, suffix in zip(tables, suffixes, strict=True)
+        for name in table.column_names
+    }
+    sample = tc.realize(tc.ray.write_ray(ray.data.from_arrow(pa.table(columns)), tmp_path / "out")["k"])
+    expected = {"x" + suffixes[0]: samples[0]["x"], "n": 1, "x_b": samples[1]["x"], "y": samples[1]["y"], "m": 2}
+    assert_same(in_order(expected), in_order(sample))
+
+
 def test_texts_and_bytes_in_one_column(tmp_path: Path) -> None:
     """Arrow makes one type of both, in functions of rows and of batches of numpy."""
     values = [f"é{i}" if i % 2 else b"x%d\0" % i for i in range(6)]

@@ -8,7 +8,7 @@ Members outside the cache are in columns named by a dot and the suffix, such as 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -85,10 +85,25 @@ def parse_mark(text: str) -> Mark:
 def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
     """Return the values of a batch by column, and the mark of each row; None for a row without a mark."""
     columns = values_by_column(batch)
-    count = len(next(iter(columns.values()), ()))
-    texts = columns.pop(MARK, [None] * count)
-    marks = [None if text is None else parse_mark(str(text)) for text in texts]
+    marks: list[Mark | None] = [None] * len(next(iter(columns.values()), ()))
+    # Ray's `join` and `zip` add suffixes to the names of columns that both datasets have, also to the column of marks
+    for column in sorted(name for name in columns if name.startswith(MARK)):
+        suffix = column.removeprefix(MARK)
+        for at, text in enumerate(columns.pop(column)):
+            if text is not None:
+                mark = parse_mark(str(text))
+                marks[at] = _merge(marks[at] or Mark(), mark, suffix, columns) if suffix else mark
     return {name: _undo_conversions(name, values, marks) for name, values in columns.items()}, marks
+
+
+def _merge(first: Mark, mark: Mark, suffix: str, columns: Container[str]) -> Mark:
+    """Return the mark of a row of two joined datasets; `suffix` follows the names that both have, in the columns of `mark`."""
+    kinds = {
+        name + suffix if name + suffix in columns and name + suffix not in mark.columns else name: kind
+        for name, kind in mark.columns.items()
+    }
+    is_whole, is_described = first.is_whole and mark.is_whole, first.is_described or mark.is_described
+    return Mark({**kinds, **first.columns}, is_whole, is_described, first.original or mark.original)
 
 
 def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
@@ -97,7 +112,9 @@ def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | N
     Raises:
         EncodeError: An int has lost bits.
     """
-    kinds = ["" if mark is None else mark.columns.get(name, "") for mark in marks]
+    # in a union of datasets, rows of one of them may lack a column of the other
+    default = None if any(mark is not None and name in mark.columns for mark in marks) else ""
+    kinds = ["" if mark is None else mark.columns.get(name, default) for mark in marks]
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if not {None, "str", "bytes"} & set(kinds) and not (may_be_float and "int" in kinds):
         return values
