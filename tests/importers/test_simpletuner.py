@@ -183,7 +183,7 @@ def test_resolutions_and_equal_file_names(tmp_path: Path) -> None:
     expected = {}
     for number, size in enumerate((512, 1024)):
         images = {}
-        for i, stem in enumerate(["x/1", "y/1", "2"]):
+        for i, stem in enumerate(["x/1", "y/1", "1", "z/x/1", "2"]):
             path = f"/data/{stem}.jpg"
             images[path] = {**metadata(i), "target_size": [size, size]}
             latents = save(

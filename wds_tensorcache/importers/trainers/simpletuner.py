@@ -104,10 +104,16 @@ def _open(folder: SourceFolder) -> Source:
         else:
             latents.append(name)
     rows: list[tuple[str, _Image | None, dict[str, str | None], bool]] = []
+    best_images: dict[str, _Image | None] = {}
+    taken: set[int] = set()
+    # `photos/a.png` also fits the file of `photos/sub/a.png`, which therefore chooses first
+    for name in sorted(latents, key=lambda name: -name.count("/")):
+        images = images_of.get(_stem_of(name), [])
+        best = _best_image(name, images) or _best_image(name, [image for image in images if id(image) not in taken])
+        best_images[name] = best
+        taken.add(id(best))
     for name in latents:
-        path, _, file = name.rpartition("/")
-        images = images_of.get(file[: -len(".pt")], [])
-        best = _best_image(name, images)
+        path, best, images = name.rpartition("/")[0], best_images[name], images_of.get(_stem_of(name), [])
         strategy = best.backend.config.get("caption_strategy") if best else None
         caption_file = _find_captions(folder, best) if best and strategy in (None, "textfile") else None
         hashes: dict[str, str | None] = {}
@@ -128,6 +134,10 @@ def _open(folder: SourceFolder) -> Source:
     configs = {backend.id: backend.config for backend in backends}
     provenance = {"models": sorted(models), **({"data_backends": configs} if configs else {})}
     return Source(samples, provenance, bad, metadata_files)
+
+
+def _stem_of(name: str) -> str:
+    return name.rpartition("/")[2][: -len(".pt")]
 
 
 def _load(folder: SourceFolder, image: _Image | None, files: dict[str, str | None], needs_text: bool) -> Loaded:
