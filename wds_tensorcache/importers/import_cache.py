@@ -143,11 +143,10 @@ def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | l
     origin = [os.path.abspath(text) for text in texts]
     if len(texts) == 1 and os.path.isdir(texts[0]):
         return SourceFolder(texts[0], trust), origin[0]
-    try:
-        paths = [os.path.abspath(shard.path) for shard in find_shards(texts, copies=True, local_for="imported").shards]
-    except FileNotFoundError as exc:
-        remedy = "; several sources must be tars, so import folders of other files one by one, and merge the caches"
-        raise FileNotFoundError(f"{exc}{remedy if any(map(os.path.isdir, texts)) else ''}") from exc
+    for text in filter(os.path.isdir, texts):
+        remedy = "pass 'FOLDER/*.tar', or import folders of other files one by one, and merge the caches"
+        raise ValueError(f"{text} is a folder, and several sources must be tars or patterns; {remedy}")
+    paths = [os.path.abspath(shard.path) for shard in find_shards(texts, copies=True, local_for="imported").shards]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     files = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
     return SourceFolder(root, trust, files), origin[0] if len(origin) == 1 else origin
