@@ -224,7 +224,8 @@ def test_sources_and_arguments_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "in", {"num_workers": 0}, ValueError, "expected at least 1"),
         (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere does not exist"),
         ([tmp_path / "in", tmp_path / "in"], {}, ValueError, "import folders of other files one by one"),
-        ([tmp_path / "tars", tmp_path / "tars/a.tar"], {}, ValueError, "tars is a folder, and several sources must be"),
+        ([tmp_path / "tars", tmp_path / "tars/a.tar"], {}, ValueError, "tars is a folder, but patterns and"),
+        (tmp_path / "t*", {}, ValueError, "tars is a folder, but patterns and"),
         ("https://example.org/a.tar", {}, ValueError, "only local shards can be imported"),
     ]
     for source, options, error, message in refused:
