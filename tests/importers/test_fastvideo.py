@@ -133,6 +133,10 @@ def test_other_parquet_files(tmp_path: Path) -> None:
     write(tmp_path / "in" / "a.parquet", [record(0, arrays(0))], *NAMES)
     found, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
     assert (list(found), [each.name for each in report.skipped]) == (["video_0"], ["z.parquet"])
+    double = arrow.table({"x_bytes": [b"1"], "x_shape": [[1]], "x_dtype": ["uint8"], "x": [7]})
+    parquet.write_table(double, str(tmp_path / "in" / "double.parquet"))
+    _, report = imported(tmp_path / "in", tmp_path / "again", on_error="skip")
+    assert "a tensor and a column called 'x'" in report.skipped[0].what
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -214,6 +214,8 @@ def test_strange_names(tmp_path: Path) -> None:
 def test_sources_and_arguments_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text("hello")
+    write_tar(tmp_path / "tars" / "a.tar", {"a.npy": ARRAY})
+    write_tar(tmp_path / "tars" / "nested" / "b.tar", {"b.npy": ARRAY})  # this would be lost
     refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
         (tmp_path / "in", {}, ValueError, "no file, of 1, belongs to a known format"),
         (tmp_path / "in", {"format": "files"}, ValueError, "has no samples of the format 'files'"),
@@ -221,7 +223,9 @@ def test_sources_and_arguments_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "in", {"on_error": "ignore"}, ValueError, "expected 'stop' or 'skip'"),
         (tmp_path / "in", {"num_workers": 0}, ValueError, "expected at least 1"),
         (tmp_path / "nowhere", {}, FileNotFoundError, "nowhere does not exist"),
-        ([tmp_path / "in", tmp_path / "in"], {}, FileNotFoundError, "import folders of other files one by one"),
+        ([tmp_path / "in", tmp_path / "in"], {}, ValueError, "import folders of other files one by one"),
+        ([tmp_path / "tars", tmp_path / "tars/a.tar"], {}, ValueError, "tars is a folder, but patterns and"),
+        (tmp_path / "t*", {}, ValueError, "tars is a folder, but patterns and"),
         ("https://example.org/a.tar", {}, ValueError, "only local shards can be imported"),
     ]
     for source, options, error, message in refused:

@@ -183,7 +183,7 @@ def test_resolutions_and_equal_file_names(tmp_path: Path) -> None:
     expected = {}
     for number, size in enumerate((512, 1024)):
         images = {}
-        for i, stem in enumerate(["x/1", "y/1", "2"]):
+        for i, stem in enumerate(["x/1", "y/1", "1", "z/x/1", "2"]):
             path = f"/data/{stem}.jpg"
             images[path] = {**metadata(i), "target_size": [size, size]}
             latents = save(
@@ -233,6 +233,27 @@ def test_text_of_several_models_is_not_joined(tmp_path: Path) -> None:
     assert len(found) == 3
     assert "text" not in found["vae/a"]
     assert report.fingerprint["models"] == ["flux", "sdxl"]
+
+
+def test_an_image_of_equal_name_in_a_subfolder_has_its_own_text(tmp_path: Path) -> None:
+    """A model hashes the path in the folder of the backend; the last image has its name as caption, and no `.txt` file."""
+    root = tmp_path / "in"
+    captions = {"a": "make it red", "sub/a": "make it red", "b": "a dog", "sub/b": "b"}
+    expected = {}
+    for i, (stem, caption) in enumerate(captions.items()):
+        save(torch.randn(4, 2, 2), root / "vae" / os.path.dirname(stem) / vae_name(stem))
+        name = text_name(f"set:{stem}.png", prompt=caption) if caption == "make it red" else text_name(caption)
+        expected[f"vae/{stem}"] = [save(text_embeds(i), root / "text" / name)]
+        (root / stem).parent.mkdir(exist_ok=True)
+        if stem != "sub/b":
+            (root / f"{stem}.txt").write_text(caption)
+    write_backend(root, "set", {f"/data/{stem}.png": metadata(0) for stem in captions}, cache_dir_vae="vae")
+    found, report = imported(root, tmp_path / "out")
+    assert report.ok
+    assert_same(expected, {name: found[name]["text"] for name in expected})
+    assert {name: sample["caption"] for name, sample in found.items()} == {
+        f"vae/{stem}": [caption] for stem, caption in captions.items()
+    }
 
 
 def test_changed_captions_are_reported(tmp_path: Path) -> None:

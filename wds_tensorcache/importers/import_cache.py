@@ -15,7 +15,7 @@ from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
 from wds_tensorcache.importers.source import Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
-from wds_tensorcache.reading.find_shards import CachePaths, find_shards, iterate_texts
+from wds_tensorcache.reading.find_shards import CachePaths, expand_pattern, find_shards, iterate_texts
 from wds_tensorcache.shards.fingerprint import SOURCE
 from wds_tensorcache.shards.names import hashed_key, safe_key
 from wds_tensorcache.storage.folder import folder_of
@@ -143,11 +143,11 @@ def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | l
     origin = [os.path.abspath(text) for text in texts]
     if len(texts) == 1 and os.path.isdir(texts[0]):
         return SourceFolder(texts[0], trust), origin[0]
-    try:
-        paths = [os.path.abspath(shard.path) for shard in find_shards(texts, copies=True, local_for="imported").shards]
-    except FileNotFoundError as exc:
-        remedy = "; several sources must be tars, so import folders of other files one by one, and merge the caches"
-        raise FileNotFoundError(f"{exc}{remedy if any(map(os.path.isdir, texts)) else ''}") from exc
+    for path in (path for text in texts if not is_url(text) for path in expand_pattern(text)):
+        if os.path.isdir(path):  # `find_shards` would see only the tars in the folder itself
+            remedy = "pass 'FOLDER/*.tar', or import folders of other files one by one, and merge the caches"
+            raise ValueError(f"{path} is a folder, but patterns and lists must give files; {remedy}")
+    paths = [os.path.abspath(shard.path) for shard in find_shards(texts, copies=True, local_for="imported").shards]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
     files = [os.path.relpath(path, root).replace(os.sep, "/") for path in paths]
     return SourceFolder(root, trust, files), origin[0] if len(origin) == 1 else origin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,7 @@ def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
             yield from _compare_tensors(key, name, tensors[name], others[name])
         else:
             yield Change(key, name, f"is a tensor only in the {'first' if name in tensors else 'second'} cache")
-    for name, difference_text in _compare_values(first, second):
+    for name, difference_text in _compare_values(first, second, tensors.keys() & others.keys()):
         yield Change(key, name, difference_text)
 
 
@@ -209,8 +209,8 @@ def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return (tensor.to(torch.float64) if tensor.is_floating_point() else tensor).numpy().astype(np.longdouble)
 
 
-def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
-    """Yield the path of each value that differs, and a description of the difference."""
+def _compare_values(first: Any, second: Any, in_both: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the path of each value that differs, and a description; `in_both` are the names of tensors in both samples."""
     # Hazard: a hostile sample may nest deeply, contain itself, or contain one list many times. So no function calls itself,
     # and each pair of containers is compared once.
     met: set[tuple[int, int]] = set()
@@ -227,12 +227,17 @@ def _compare_values(first: Any, second: Any) -> Iterator[tuple[str, str]]:
             yield place, f"is a {type(one).__name__}, and a {type(two).__name__} in the second cache"
         elif type(one) in DICTS:
             met.add((id(one), id(two)))
-            for at, key in enumerate(dict.fromkeys([*one, *two])):
-                name = join_path(path, component(key, at))
-                if key in one and key in two:
-                    inner.append((name, one[key], two[key]))
-                elif not isinstance((one if key in one else two)[key], Lazy):
-                    yield name, f"is only in the {'first' if key in one else 'second'} cache"
+            # 1 equals True, and the tensors of the keys 1 and "1" have the same name
+            ones, twos = ({(type(key), key): item for key, item in value.items()} for value in (one, two))
+            for at, typed in enumerate(dict.fromkeys([*ones, *twos])):
+                name = join_path(path, component(typed[1], at))
+                if typed in ones and typed in twos:
+                    inner.append((name, ones[typed], twos[typed]))
+                    continue
+                item = (ones if typed in ones else twos)[typed]
+                if not isinstance(item, Lazy) or name in in_both:
+                    kind = "" if typed[0] is str else f", with a key of type {typed[0].__name__}"
+                    yield name, f"is only in the {'first' if typed in ones else 'second'} cache{kind}"
         elif isinstance(one, SEQUENCES):
             met.add((id(one), id(two)))
             if len(one) != len(two):

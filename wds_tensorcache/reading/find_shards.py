@@ -67,7 +67,7 @@ def find_shards(
         if local_for is not None and is_url(text):
             problem = f"{shown(text)}: only local shards can be {local_for}"
             raise ValueError(f"{problem}; copy them to a disk first, with a tool of the store")
-        for path in _expand(text):
+        for path in expand_pattern(text):
             shards += _find(path, listed or _read_listed, messages)
     for message in messages:
         if copies:
@@ -88,7 +88,7 @@ def iterate_texts(source: Any) -> Iterator[str]:
         yield from iterate_texts(part)
 
 
-def _expand(source: str) -> Iterator[str]:
+def expand_pattern(source: str) -> Iterator[str]:
     """Yield the paths that match a path or pattern from the caller. Braces and wildcards are expanded nowhere else."""
     if is_url(source):
         yield from _expand_url(source)

@@ -63,6 +63,8 @@ def _open(folder: SourceFolder) -> Source:
             columns = file.schema_arrow.names
             if not _tensors(columns):
                 raise FormatError("no tensor has the columns X_bytes, X_shape and X_dtype")
+            if doubles := set(_tensors(columns)).intersection(columns):
+                raise FormatError(f"has a tensor and a column called {min(doubles)!r:.100}; rename the column")
             tensors.update(_tensors(columns))
             counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
             places = [(group, row) for group, count in enumerate(counts) for row in range(count)]

@@ -65,6 +65,7 @@ class _Backend:
     id: str
     config: dict[str, Any] = field(default_factory=dict)
     images: dict[str, dict[str, Any]] = field(default_factory=dict)  # metadata by path
+    num_common: int = 0  # folders with which all paths begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,11 @@ class _Image:
     def parts(self) -> list[str]:
         """The parts of the path, which may be a Windows path."""
         return self.path.replace("\\", "/").split("/")
+
+    @property
+    def relative_paths(self) -> list[str]:
+        """The path in each folder that may be the folder of the backend: one that contains all its images."""
+        return ["/".join(self.parts[at:]) for at in range(self.backend.num_common + 1)]
 
     @property
     def stem(self) -> str:
@@ -104,10 +110,16 @@ def _open(folder: SourceFolder) -> Source:
         else:
             latents.append(name)
     rows: list[tuple[str, _Image | None, dict[str, str | None], bool]] = []
+    best_images: dict[str, _Image | None] = {}
+    taken: set[int] = set()
+    # `photos/a.png` also fits the file of `photos/sub/a.png`, which therefore chooses first
+    for name in sorted(latents, key=lambda name: -name.count("/")):
+        images = images_of.get(_stem_of(name), [])
+        best = _best_image(name, images) or _best_image(name, [image for image in images if id(image) not in taken])
+        best_images[name] = best
+        taken.add(id(best))
     for name in latents:
-        path, _, file = name.rpartition("/")
-        images = images_of.get(file[: -len(".pt")], [])
-        best = _best_image(name, images)
+        path, best, images = name.rpartition("/")[0], best_images[name], images_of.get(_stem_of(name), [])
         strategy = best.backend.config.get("caption_strategy") if best else None
         caption_file = _find_captions(folder, best) if best and strategy in (None, "textfile") else None
         hashes: dict[str, str | None] = {}
@@ -128,6 +140,10 @@ def _open(folder: SourceFolder) -> Source:
     configs = {backend.id: backend.config for backend in backends}
     provenance = {"models": sorted(models), **({"data_backends": configs} if configs else {})}
     return Source(samples, provenance, bad, metadata_files)
+
+
+def _stem_of(name: str) -> str:
+    return name.rpartition("/")[2][: -len(".pt")]
 
 
 def _load(folder: SourceFolder, image: _Image | None, files: dict[str, str | None], needs_text: bool) -> Loaded:
@@ -169,6 +185,9 @@ def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str])
                 if not isinstance(image, str):
                     raise FormatError(f"{image!r:.100} is not a path")
                 backend.images[image] = {**backend.images.get(image, {}), **metadata}
+    for backend in backends.values():
+        folders = [path.replace("\\", "/").split("/")[:-1] for path in backend.images] or [[]]
+        backend.num_common = num_common(min(folders), max(folders))
     return list(backends.values())
 
 
@@ -190,7 +209,7 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
 
 def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
     """Return the `.txt` file of an image, even if the folder of the image was moved; None if it does not exist."""
-    paths = (image.backend.folder + "/".join(image.parts[at:]) for at in range(len(image.parts)))
+    paths = (image.backend.folder + path for path in image.relative_paths)
     return next((file for path in paths if (file := os.path.splitext(path)[0] + ".txt") in folder), None)
 
 
@@ -211,7 +230,7 @@ def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) 
         captions = [prompt, *(f"{prompt} {caption}" for caption in captions), *captions]
         caption_of_path = None if prompt.strip() else caption_of_path
     # Some models hash the path of the image in the folder of its backend, which may have been moved since.
-    paths = dict.fromkeys([image.path, *("/".join(image.parts[at:]) for at in range(len(image.parts)))])
+    paths = dict.fromkeys([image.path, *image.relative_paths])
     keys = [key for path in paths for key in (path, f"{image.backend.id}:{path}")]
     hashed: dict[str, str | None] = dict.fromkeys(map(_md5, keys), caption_of_path)
     hashed |= {_md5(f"{key}\0prompt\0{caption}"): caption for key in keys for caption in captions}
