@@ -127,8 +127,8 @@ def build(
             with other names. `reuse` is the same folder as `out`, or has named caches or samples without a cache. A list of
             paths names shards that have a cache. Two ranks have the same key, different items or batch sizes. Or several ranks
             have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, `keys` is a set, an option is unknown, JSON cannot represent the fingerprint, a
-            digest is not a str, or a worker process cannot send an item.
+        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, an option is unknown, JSON cannot
+            represent the fingerprint, a digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
         ImportError: A url, or `progress=True`, needs a package that is not installed.
         FormatError: A finished or reused shard is damaged, or was changed during the call; or `source` is a cache, and
@@ -139,6 +139,8 @@ def build(
         of classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches
         wait in memory or are being written.
     """
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r:.100}, expected a function of a list of items: tc.build(items, fn, out)")
     fingerprint = as_fingerprint(fingerprint)
     pattern = ShardPattern(os.fsdecode(out))
     check_options(

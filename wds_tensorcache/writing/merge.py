@@ -90,8 +90,11 @@ def merge(
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
         StaleCacheError: A cache has a fingerprint that the first cache does not have, and `mixed` is False.
         ValueError: There are no sources, or not as many prefixes as sources.
+        TypeError: `sources` is a single path.
         And the errors of `reshard`.
     """
+    if isinstance(sources, (str, os.PathLike)):
+        raise TypeError(f"sources={os.fspath(sources)!r:.100}, expected a list of caches")
     if max_samples < 1 or max_nbytes < 1:
         raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
     prefixes = list(prefixes) or [""] * len(sources)
