@@ -252,8 +252,8 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
     if items.world_size > 1 or files.is_remote:
         new = list_new(pattern, sink.finished, job.options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
-        others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
-        Comparison(items, FinishedShards(others, sink.finished.files), folder).check(after=items.num_all)
+        foreign = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
+        Comparison(items, FinishedShards(foreign, sink.finished.files), folder).check(after=items.num_all)
     failures.report(job.allows_failures)
 
 
@@ -275,9 +275,9 @@ def _check_shared(
     keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
     num_missing = items.num_all - len(keys)
     if num_missing > 0 and num_missing > sum(f.key not in keys for f in list_failures(folder_of(pattern.folder))):
-        others = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
+        foreign = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
         remedy = "call build here once more with rank=0, world_size=1, which computes the missing samples"
-        refuse_shared(others, pattern, seen, remedy)
+        refuse_shared(foreign, pattern, seen, remedy)
 
 
 def _missing(

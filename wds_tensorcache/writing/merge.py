@@ -129,8 +129,8 @@ def _unite_sources(shards: list[OldShard]) -> None:
     for shard in shards:
         fingerprint = shard.fingerprint or {}
         if "format" in fingerprint and SOURCE in fingerprint:
-            others = {name: value for name, value in fingerprint.items() if name != SOURCE}
-            group, folders = alike.setdefault(as_text(others), ([], []))
+            settings = {name: value for name, value in fingerprint.items() if name != SOURCE}
+            group, folders = alike.setdefault(as_text(settings), ([], []))
             group.append(shard)
             source = fingerprint[SOURCE]
             folders += [name for name in (source if isinstance(source, list) else [source]) if name not in folders]
@@ -145,10 +145,10 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     for shard in chain.from_iterable(parts[1:]):
         if as_text(shard.fingerprint) not in texts:
             stored, expected = shard.fingerprint, first.fingerprint
-            others = [{name: part[name] for name in part if name != SOURCE} for part in (stored or {}, expected or {})]
+            pair = [{name: part[name] for name in part if name != SOURCE} for part in (stored or {}, expected or {})]
             # the error names one of these fields, not the folder of an import
-            if stored and as_text(others[0]) != as_text(others[1]):
-                stored, expected = others
+            if stored and as_text(pair[0]) != as_text(pair[1]):
+                stored, expected = pair
             try:
                 check_fingerprint(shard.path, stored, expected or {})
                 raise StaleCacheError(
