@@ -67,16 +67,16 @@ def tensorcache(
         source: Any = cache.for_pipeline()
         if tensors is not None or members or options:
             raise TypeError("the source has its tensors, members and options already; leave them out here")
-        if source.batch_size != pipeline.max_batch_size:
-            problem = f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}"
-            raise ValueError(f"{problem}; give source and pipeline the same batch_size")
     else:
-        options["batch_size"] = pipeline.max_batch_size
+        options.setdefault("batch_size", pipeline.max_batch_size)
         if isinstance(cache, IterableDataset):
             source = TensorCacheStream(cache, tensors, members, **options)
         else:
             options.setdefault("pin_memory", device == "gpu" and not parallel)
             source = TensorCacheSource(cache, tensors, members, **options)
+    if source.batch_size != pipeline.max_batch_size:
+        problem = f"batches of {source.batch_size} for a pipeline of batch_size={pipeline.max_batch_size}"
+        raise ValueError(f"{problem}; give source and pipeline the same batch_size")
     source.use_float(as_float)
     depth = pipeline.prefetch_queue_depth  # an int, or an int for each of DALI's stages
     source.keep_at_least(4 + (max(depth.values()) if isinstance(depth, dict) else depth))

@@ -127,13 +127,17 @@ class BatchSource:
 
         Raises:
             KeyError: `outputs` lacks `"number"`.
-            TypeError: An operator computed with integers that hold the bits of another dtype, such as bfloat16.
+            TypeError: `"number"` is not int64. Or an operator computed with integers that hold the bits of another dtype, such
+                as bfloat16.
             RuntimeError: The source is a stream, and no longer keeps this batch.
         """
         if NUMBER not in outputs:
             raise KeyError(f"no {NUMBER!r} among {', '.join(outputs)}; pass the last part of a batch by this name")
         tensors, extra = restore({name: as_value(value) for name, value in outputs.items()}, self.schema)
         numbers = torch.as_tensor(extra.pop(NUMBER)).cpu().numpy().reshape(-1)
+        if numbers.dtype != np.int64:
+            problem = f"{NUMBER!r} is of {numbers.dtype}, expected the sample indices, int64"
+            raise TypeError(f"{problem}; do outputs= have the order in which the pipeline returns its nodes?")
         return self._nest(numbers, tensors), extra
 
     def _nest(self, numbers: Array, tensors: dict[str, Any]) -> Any:

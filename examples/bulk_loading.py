@@ -57,10 +57,10 @@ def channels(batches: Iterable[torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
     """Return mean and deviation of each channel."""
     count, total, squares = 0, torch.zeros(1), torch.zeros(1)
     for batch in batches:
-        others = [dim for dim in range(batch.ndim) if dim != 1]
+        summed_dims = [dim for dim in range(batch.ndim) if dim != 1]
         count += batch.numel() // batch.shape[1]
-        total = total.to(batch.device) + batch.sum(others, dtype=torch.float32).double()
-        norms = torch.linalg.vector_norm(batch, dim=others, dtype=torch.float32)
+        total = total.to(batch.device) + batch.sum(summed_dims, dtype=torch.float32).double()
+        norms = torch.linalg.vector_norm(batch, dim=summed_dims, dtype=torch.float32)
         squares = squares.to(batch.device) + norms.double().square()
     mean = total / count
     return mean.cpu(), (squares / count - mean.square()).sqrt().cpu()

@@ -60,16 +60,16 @@ class MiniLM(nn.Module):
         )
         self.encoder = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         for i, block in enumerate(self.encoder.layers):
-            theirs = self.take(weights, f"encoder.layer.{i}.")
+            layer_weights = self.take(weights, f"encoder.layer.{i}.")
             ours: dict[str, Tensor] = {}
             for kind in ("weight", "bias"):
-                projections = [theirs[f"attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
+                projections = [layer_weights[f"attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
                 ours[f"self_attn.in_proj_{kind}"] = torch.cat(projections)
-                ours[f"self_attn.out_proj.{kind}"] = theirs[f"attention.output.dense.{kind}"]
-                ours[f"norm1.{kind}"] = theirs[f"attention.output.LayerNorm.{kind}"]
-                ours[f"linear1.{kind}"] = theirs[f"intermediate.dense.{kind}"]
-                ours[f"linear2.{kind}"] = theirs[f"output.dense.{kind}"]
-                ours[f"norm2.{kind}"] = theirs[f"output.LayerNorm.{kind}"]
+                ours[f"self_attn.out_proj.{kind}"] = layer_weights[f"attention.output.dense.{kind}"]
+                ours[f"norm1.{kind}"] = layer_weights[f"attention.output.LayerNorm.{kind}"]
+                ours[f"linear1.{kind}"] = layer_weights[f"intermediate.dense.{kind}"]
+                ours[f"linear2.{kind}"] = layer_weights[f"output.dense.{kind}"]
+                ours[f"norm2.{kind}"] = layer_weights[f"output.LayerNorm.{kind}"]
             block.load_state_dict(ours)
 
     @staticmethod
@@ -84,7 +84,7 @@ class MiniLM(nn.Module):
 
 def split_sentences(*, shortest: int = 30, longest: int = 400) -> list[tuple[str, str]]:
     """Return `(sentence, topic)` of the prose in Python's language reference, each sentence once."""
-    found: dict[str, str] = {}
+    topic_of: dict[str, str] = {}
     for topic, text in topics.items():
         for paragraph in text.split("\n\n"):
             # Skip grammar rules, sessions and underlined titles.
@@ -93,8 +93,8 @@ def split_sentences(*, shortest: int = 30, longest: int = 400) -> list[tuple[str
             prose = re.sub(r"\s+", " ", paragraph).strip().removeprefix("* ")
             for sentence in re.split(r"(?<=[.?!]) (?=[A-Z\"])", prose):
                 if shortest <= len(sentence) <= longest and sentence[0].isupper() and sentence.endswith("."):
-                    found.setdefault(sentence, topic)
-    return list(found.items())
+                    topic_of.setdefault(sentence, topic)
+    return list(topic_of.items())
 
 
 @torch.inference_mode()

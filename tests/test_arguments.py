@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -187,6 +187,7 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
         (tc.Loader, {"num_threads": "2"}, r"^num_threads='2', expected an integer"),
         (tc.Loader, {"suffle": True}, r"^Loader has no argument 'suffle'; there are 'shuffle'"),
         (tc.Loader, {"bucket_by": lambda entry: [1]}, r"unhashable type: 'list'"),
+        (tc.Loader, {"bucket_by": ["x"]}, r"^bucket_by=\['x'\], expected the name of a tensor, tc.by_length"),
         (tc.torch_loader, {"num_threads": 2}, r"^torch_loader has no argument 'num_threads'; there are '"),
     ]
     for name, remedy in {
@@ -217,6 +218,25 @@ def test_an_argument_is_named(shard: Path, tmp_path: Path) -> None:
         with pytest.raises(TypeError, match=message):
             build(**options)
     assert not list(made.iterdir())
+
+
+def test_misuse_says_what_to_pass(shard: Path, tmp_path: Path) -> None:
+    cache, new, api = tc.open(shard), tmp_path / "new", cast("Any", tc)
+    for call, error, message in (
+        (lambda: api.build([1], "new", list, fingerprint={}), TypeError, "^fn='new', expected a function .*fn, out"),
+        (lambda: api.merge("a.tar", new), TypeError, "^sources='a.tar', expected a list of caches"),
+        (lambda: api.StepDataset(cache), TypeError, r"expected a tc\.StepSampler .*, got TensorCache"),
+        (lambda: api.nest(cache[0], {}), TypeError, r"expected a list of samples, .*pass \[sample\]"),
+        (lambda: api.SharedDataset("cache", "n"), TypeError, r"expected a map-style dataset .*, got str"),
+        (lambda: api.SharedDataset(cache, "n", max_nbytes="1G"), TypeError, "^max_nbytes='1G', expected an integer"),
+        (lambda: api.open(shard, allow=Named), TypeError, "allow= takes a list of classes, got <class"),
+        (lambda: api.open(shard, cache="x"), KeyError, "no cache 'x'; there are ''; '' is the one without a name"),
+        (lambda: cache.read_batch([0], collate=tc.pad), ValueError, r"as collate=, call it: tc\.pad\(\)"),
+        (lambda: api.export_cache(cache, new, "zip"), ValueError, "^kind='zip', expected one of 'pt'"),
+        (lambda: tc.write_index(tmp_path), tc.FormatError, "is a folder, expected a tar; `tensorcache index"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 # --- shapes, texts and keys ---

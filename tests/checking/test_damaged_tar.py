@@ -84,7 +84,7 @@ def test_every_block(tmp_path: Path, beside: str, rng: Seeded) -> None:
 
 
 @pytest.mark.parametrize("beside", BESIDE)
-def test_what_digests_refute_is_not_saved(tmp_path: Path, beside: str) -> None:
+def test_samples_with_wrong_digests_are_not_saved(tmp_path: Path, beside: str) -> None:
     path = shard(tmp_path / "a", beside)
     places = members(path)
     for name in ("001.skel.pyd", "003.safetensors", "004.skel.pyd", "005.safetensors"):

@@ -250,7 +250,7 @@ def test_many_shards_and_folders(tmp_path: Path) -> None:
     assert "cannot be opened" in str(report)
 
 
-def test_what_is_no_shard(tmp_path: Path) -> None:
+def test_files_that_are_no_tars_are_faults(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="neither manifest.json nor"):
         tc.verify(tmp_path)
     for name, content in {"empty": b"", "gzip": b"\x1f\x8b" + bytes(2000), "text": b"hello" * 300}.items():

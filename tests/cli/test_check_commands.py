@@ -64,7 +64,7 @@ def test_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not a tar" * 200])
-def test_index_of_what_is_no_shard(folder: Path, tmp_path: Path, content: bytes) -> None:
+def test_index_refuses_files_that_are_no_tars(folder: Path, tmp_path: Path, content: bytes) -> None:
     """Nothing is written; shards before the bad one are indexed."""
     bad, good = tmp_path / "bad.tar", folder / "000000.tar"
     bad.write_bytes(content)

@@ -98,7 +98,7 @@ def test_imports_of_several_folders_are_one_cache(tmp_path: Path) -> None:
     )
 
 
-def test_what_samples_lack(tmp_path: Path) -> None:
+def test_entries_that_some_samples_lack_are_reported(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for number in range(5):
         torch.save({"x": torch.ones(2)} | ({"y": 1} if number < 2 else {}), tmp_path / "in" / f"{number}.pt")

@@ -283,7 +283,7 @@ def test_realize() -> None:
     assert tc.realize(7) == 7
 
 
-def test_what_is_too_much_to_store() -> None:
+def test_tensors_that_cannot_be_stored_are_refused() -> None:
     for value in (torch.zeros([1] * 65), torch.zeros([1] * 64, dtype=torch.complex128)):
         with pytest.raises(tc.EncodeError, match="its stored form has 65 dimensions; the limit is 64"):
             tc.encode_sample({"x": value})

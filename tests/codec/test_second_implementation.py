@@ -197,7 +197,7 @@ def write_ours(folder: Path, shards: dict[str, second_shards.Shard], **options: 
 @pytest.mark.parametrize(
     "fingerprint", [None, {"model": "m", "crop": {"y": [2, 1], "é": None}, "Scale": [1e16, 1.5e-7, -0.0, 2.0]}]
 )
-def test_shards_and_what_is_beside_them_are_equal(fingerprint: Any, tmp_path: Path) -> None:
+def test_shards_indexes_and_manifests_are_equal(fingerprint: Any, tmp_path: Path) -> None:
     rows = shard_samples(12)
     shards = {"b.tar": rows[:7], "a.tar": rows[7:]}
     write_ours(tmp_path, shards, fingerprint=fingerprint)

@@ -254,7 +254,7 @@ def test_a_set_whose_element_holds_it_is_refused() -> None:
         tc.encode_sample(Node(), allow=[Node])
 
 
-def test_what_could_not_be_read_back_is_not_written() -> None:
+def test_invalid_bools_and_texts_are_not_written() -> None:
     two = torch.tensor([2, 0], dtype=torch.uint8)
     for value in (two.view(torch.bool), two.numpy().view(bool)):
         with pytest.raises(tc.EncodeError, match="value at 'x': a bool array holds bytes other than 0 and 1"):

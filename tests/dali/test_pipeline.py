@@ -149,6 +149,7 @@ def test_mistakes(cache: Any) -> None:
     others = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=4)
     for nodes, error, message in (
         (lambda: tensorcache(others), ValueError, "batches of 4 for a pipeline of batch_size=6"),
+        (lambda: tensorcache(cache, batch_size=3), ValueError, "batches of 3 for a pipeline of batch_size=6"),
         (lambda: tensorcache(cache, device="cuda"), ValueError, "device='cuda', expected 'cpu' or 'gpu'"),
         (
             lambda: (*tensorcache(cache), *tensorcache(cache)),
@@ -194,6 +195,8 @@ def test_mistakes(cache: Any) -> None:
         tensorcache(cache)
     with pytest.raises(KeyError, match="no 'number' among scalar"):
         source.nest({"scalar": torch.arange(6)})
+    with pytest.raises(TypeError, match="'number' is of float32, expected the sample indices.* have the order"):
+        next(iterator(pipeline(lambda: tensorcache(cache, [LATENT])), outputs=["number", LATENT]))
 
 
 def test_a_misspelled_output_warns(cache: Any) -> None:

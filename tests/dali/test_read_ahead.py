@@ -106,7 +106,7 @@ def test_reset_begins_an_epoch_only_after_the_last_batch(cache: Any, nodes: str,
 
 
 @pytest.mark.parametrize("name", ["scalar", "cond.0.0", None])
-def test_what_a_pipeline_kept_is_freed_with_it(cache: Any, name: str | None) -> None:
+def test_a_freed_pipeline_frees_its_batches(cache: Any, name: str | None) -> None:
     """Without the garbage collector: the batches of a source may take gigabytes of page-locked memory."""
     samples = [{"__key__": str(i), "tensorcache": cache[i]} for i in range(COUNT)]
     gc.collect()

@@ -129,7 +129,7 @@ def test_links_and_files_that_vanish_are_not_expanded(here: Path) -> None:
     assert not (here / "OWNED").exists()
 
 
-def test_what_the_caller_types_is_opened_by_webdataset(here: Path) -> None:
+def test_texts_of_the_caller_are_opened_by_webdataset(here: Path) -> None:
     fill(["0.tar", "1.tar"])
     both = hexed(["0.tar", "1.tar"])
     assert streamed("pipe:cat {0..1}.tar") == both

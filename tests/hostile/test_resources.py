@@ -175,7 +175,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_what_small_objects_take(name: str) -> None:
+def test_small_objects_take_bounded_memory(name: str) -> None:
     """At most 400 bytes of memory for each byte, as FORMAT.md 2.6 says; sets take 330."""
     memo = fetch("collections", "OrderedDict") + b"\x94" + b")R0"
     memo += fetch("datetime", "date") + b"\x94" + b"C\x04\x07\xe8\x01\x01\x94\x85R0"

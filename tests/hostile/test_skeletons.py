@@ -79,7 +79,7 @@ def test_malformed_stacks_and_opcodes(body: bytes) -> None:
     refused(body)
 
 
-def test_bytes_behind_the_end() -> None:
+def test_bytes_after_the_end_are_refused() -> None:
     with pytest.raises(tc.FormatError, match="4 bytes follow the end"):
         tc.decode_sample(PROTO + b"N.evil", NO_TENSORS)
     for cut in range(len(PROTO) + 1):

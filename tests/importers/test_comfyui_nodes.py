@@ -67,7 +67,7 @@ def loaded(nodes: ModuleType, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_what_is_saved_is_loaded(tmp_path: Path, nodes: ModuleType, lazy: bool) -> None:
+def test_saved_sets_are_loaded(tmp_path: Path, nodes: ModuleType, lazy: bool) -> None:
     """With masks, empty texts and small values."""
     latents, conditioning = make_set(9)
     shown = run(nodes, "SaveTensorCache", latents=latents, conditioning=conditioning, folder_name="set")

@@ -192,7 +192,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert identities() == before
 
 
-def test_what_is_no_file_is_not_opened(folder: Path, tmp_path: Path) -> None:
+def test_pipes_are_not_opened(folder: Path, tmp_path: Path) -> None:
     os.mkfifo(folder / "pipe.npy")
     (folder / "._photo.npy").write_bytes(b"AppleDouble")
     found, report = imported(folder, tmp_path / "out")

@@ -359,7 +359,7 @@ def test_a_shared_dataset_that_changes_before_an_export_continues(tmp_path: Path
     assert [torch.load(tmp_path / "out" / f"{i}.pt")["a"]["x"][0] for i in range(4)] == [1, 1, 1, 1]
 
 
-def test_what_is_not_exported_is_named(tmp_path: Path) -> None:
+def test_caches_that_are_not_exported_are_named(tmp_path: Path) -> None:
     """Samples without the cache, and other caches of the samples."""
     with tc.ShardWriter(tmp_path / "cache", max_samples=4) as sink:
         for i in range(6):

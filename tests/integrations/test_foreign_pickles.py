@@ -98,7 +98,7 @@ UNSAFE = {
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("value", UNSAFE.values(), ids=UNSAFE)
-def test_what_is_refused(value: Any, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsafe_pickles_are_refused(value: Any, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(tc.UnsafeSkeletonError, match=r"handle_extension\('pkl', …\)"):
         decode(pickle.dumps([1, value], protocol))

@@ -184,7 +184,7 @@ def test_samples_without_a_caption(folders: tuple[Path, Path], tmp_path: Path) -
             assert [sample["text"]["caption"] for sample in cache] == [0, 1]
 
 
-def test_what_cannot_be_joined(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_caches_that_cannot_be_joined_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", lambda i: torch.tensor(i), NUMBERS)
     clashing = write(tmp_path / "clashing", lambda i: {"size": i, "pooled": i, "new": 1}, NUMBERS)
     with pytest.raises(tc.BatchError, match=r"cache 1 \(.*plain/0.tar\) has a LazyTensor, not a dict; join a dict of"):

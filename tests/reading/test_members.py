@@ -50,7 +50,7 @@ def test_members(folder: Path) -> None:
         assert cache.select([]).read_members([3], "json") == [others(3)["json"]]
 
 
-def test_what_is_not_there(folder: Path) -> None:
+def test_missing_members_and_samples_are_named(folder: Path) -> None:
     with tc.open(folder) as cache:
         known = "there are .*'json'.*'meta.raw'"
         for suffix, rows, has in (("jpg", [1, 2], "4 samples have one"), ("png", [2], known), ("skel.pyd", [2], known)):

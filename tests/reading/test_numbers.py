@@ -157,7 +157,7 @@ def test_they_go_to_the_device_of_the_other_tensors(batch: Any) -> None:
         assert found.is_meta
 
 
-def test_what_is_no_number(batch: Any) -> None:
+def test_values_that_form_no_tensor_are_named(batch: Any) -> None:
     for name, shown in (("large", "9223372036854775807"), ("name", "'n0'"), ("some", "0"), ("ids", "a list")):
         with pytest.raises(tc.BatchError, match=f"the values at '{name}', such as {shown}, do not form a tensor"):
             torch.clone(batch[name])

@@ -27,7 +27,7 @@ folder = folder_of(WRITTEN, max_samples=7)
 
 @settings(max_examples=40)
 @given(st.lists(strategies.samples(), min_size=1, max_size=5), st.integers(1, 3))
-def test_what_was_written_is_read(samples: list[Any], max_samples: int) -> None:
+def test_samples_are_read_as_written(samples: list[Any], max_samples: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), samples, max_samples=max_samples)
         with tc.open(folder) as cache:

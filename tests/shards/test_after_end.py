@@ -178,11 +178,11 @@ def test_members_behind_the_marker(tmp_path: Path) -> None:
     assert [name for name, *_ in by_tarfile_in(tmp_path / "again" / "x.tar")] == ["a.json", "b.json", "c.json"]
 
 
-@pytest.mark.parametrize("behind", [b"x" * 3000, bytes(600) + b"x" * 3000], ids=["garbage", "zeros and garbage"])
-def test_what_is_no_member_is_not_searched_twice(tmp_path: Path, behind: bytes) -> None:
+@pytest.mark.parametrize("tail", [b"x" * 3000, bytes(600) + b"x" * 3000], ids=["garbage", "zeros and garbage"])
+def test_bytes_after_the_end_are_not_searched_twice(tmp_path: Path, tail: bytes) -> None:
     path = tmp_path / "x.tar"
     archive = build([("a.json", b"1")])
-    path.write_bytes(archive + behind)
+    path.write_bytes(archive + tail)
     assert [what[:44] for _, what in faults(path)] == ["the bytes after the end-of-archive marker ar"]
     tc.repair(path, tmp_path / "out", drop=False)
     assert [name for name, *_ in by_tarfile_in(tmp_path / "out" / "x.tar")] == ["a.json"]

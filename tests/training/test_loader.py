@@ -88,7 +88,7 @@ def test_iterating_again(cache: Any) -> None:
     assert [info.keys for _, info in resumed.with_info()] == [info.keys for _, info in loader.with_info()]
 
 
-def test_what_is_refused(cache: Any, folder: str) -> None:
+def test_wrong_options_are_refused(cache: Any, folder: str) -> None:
     mixed: dict[str, Any] = {"cache": None, "mix": {"a": cache}}
     for options, message in (
         ({"cache": None}, "a cache, or mix="),

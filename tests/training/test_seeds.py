@@ -176,7 +176,7 @@ def test_no_order_is_preferred() -> None:
     assert abs(np.corrcoef(numbers, np.arange(100_000))[0, 1]) < 0.02
 
 
-def test_what_an_order_refuses() -> None:
+def test_an_order_refuses_wrong_positions() -> None:
     with pytest.raises(ValueError, match="count=-1"):
         tc.EpochOrder(-1)
     for positions in ([3], [-1], [0, 1, 2, 3]):

@@ -193,7 +193,7 @@ def test_errors_lose_no_sample(cache: Any, persistent: bool, collate: Any, error
         list(made)
 
 
-def test_what_is_refused(cache: Any) -> None:
+def test_wrong_options_are_refused(cache: Any) -> None:
     for options, message in (
         ({"timeout": 5}, "timeout=5 applies only to worker processes"),
         ({"num_workers": 2, "prefetch_factor": 0}, "prefetch_factor=0, expected at least 1"),

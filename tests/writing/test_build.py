@@ -371,6 +371,7 @@ def test_batches_stay_the_same_ones(tmp_path: Path, whole: Path, kind: Any, fail
         (Numbers(), {"digest": lambda item: None}, TypeError, "item 0, key '000000000': digest returned a NoneType"),
         (Numbers(), {"fingerprint": {"dtype": torch.int8}}, TypeError, r"fingerprint\['dtype'\] .* pass a str"),
         (Numbers(), {"keys": ["a"]}, ValueError, "1 keys for 23 items"),
+        (Numbers(), {"keys": "__key__"}, ValueError, "keys='__key__', expected a list of keys, a function of an item"),
         (Numbers(), {"keys": set(map(str, range(COUNT)))}, TypeError, "keys= is a set, whose order is not"),
         (Numbers(), {"keys": ["a"] * COUNT}, ValueError, "two items have the key 'a'"),
         (Numbers(), {"keys": lambda item: "a"}, ValueError, "two items have the key 'a'"),

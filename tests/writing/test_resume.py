@@ -100,7 +100,7 @@ def test_more_samples_than_before(tmp_path: Path) -> None:
     assert [(shard["url"], shard["nsamples"]) for shard in shards] == [("000.tar", 5), ("001.tar", 2), ("002.tar", 2)]
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pass only one of them"):
         tc.ShardWriter(tmp_path / "%d.tar", overwrite=True, resume=True)
     write(tmp_path)

@@ -142,10 +142,10 @@ def _compare_members(one: _Stored, two: _Stored, suffix: str) -> str | None:
 
 
 def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
-    tensors, others = flatten(first), flatten(second)
-    for name in dict.fromkeys([*tensors, *others]):
-        if name in tensors and name in others:
-            yield from _compare_tensors(key, name, tensors[name], others[name])
+    tensors, other_tensors = flatten(first), flatten(second)
+    for name in dict.fromkeys([*tensors, *other_tensors]):
+        if name in tensors and name in other_tensors:
+            yield from _compare_tensors(key, name, tensors[name], other_tensors[name])
         else:
             yield Change(key, name, f"is a tensor only in the {'first' if name in tensors else 'second'} cache")
     for name, difference_text in _compare_values(first, second, tensors.keys() & others.keys()):

@@ -106,7 +106,7 @@ def export_cache(
         OSError: A file cannot be read or written.
     """
     if kind not in KINDS:
-        raise ValueError(f"{kind!r:.100}, expected one of {', '.join(map(repr, KINDS))}")
+        raise ValueError(f"{kind=!r:.100}, expected one of {', '.join(map(repr, KINDS))}")
     path = check_new(out, "choose another folder")
     if not isinstance(cache, Cache):
         raise TypeError(f"cache={cache!r:.200}, expected a cache: tc.open(…)")

@@ -38,9 +38,9 @@ class StepDataset(Dataset[Any]):
         with_info: Return pairs of a batch and its `BatchInfo`. A `BatchInfo` from a worker process contains keys, shapes and
             choices in place of the cache.
 
-    Raises (when indexed):
-        TypeError: The index is not a `Step`.
-        ValueError: The sampler's loader has a state, and a trainer skips fewer batches than the state has used.
+    Raises:
+        TypeError: `sampler` is not a `StepSampler`; or, when indexed, the index is not a `Step`.
+        ValueError (when indexed): The sampler's loader has a state, and a trainer skips fewer batches than the state has used.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
     """
@@ -55,6 +55,8 @@ class StepDataset(Dataset[Any]):
         transform: Transform | Sequence[Transform] | None = None,
         with_info: bool = False,
     ) -> None:
+        if not isinstance(sampler, StepSampler):
+            raise TypeError(f"expected a tc.StepSampler of the cache, got {type(sampler).__name__}")
         reader = sampler._reader(choose)
         collate = collate_for(sampler._plan.caches, collate, pad_value, reader.alternatives.names)
         self.sampler: StepSampler | None = sampler

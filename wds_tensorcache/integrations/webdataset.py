@@ -170,7 +170,7 @@ class Decode:
 
     def _decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        others: dict[str, Any] = {}
+        other_members: dict[str, Any] = {}
         try:
             for field, value in sample.items():
                 if field[:2] == "__":
@@ -179,11 +179,11 @@ class Decode:
                 half = half_of(field)
                 if half is None or half.other not in sample:
                     _check_other(sample, field, value)
-                    others[field] = value
+                    other_members[field] = value
                 elif half.is_skeleton:
                     result[half.field] = self._decode_cache(sample, field, half.other)
-            if others:
-                result.update(self.members(others))
+            if other_members:
+                result.update(self.members(other_members))
         except Exception as exc:  # newer webdataset releases wrap the error of a handler
             cause = exc if isinstance(exc, TensorCacheError) else exc.__cause__
             if isinstance(cause, TensorCacheError):

@@ -132,9 +132,9 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
     if batch is not None:
         texts = []
         for at, mark in enumerate(split_batch(batch)[1]):
-            others = {name: kind for name, kind in (mark or Mark()).columns.items() if name not in tensors}
+            unchanged = {name: kind for name, kind in (mark or Mark()).columns.items() if name not in tensors}
             own = {name: rows[at % len(rows)] for name, rows in dtypes.items()}
-            texts.append(replace(mark or Mark(), columns=others | own).encode())
+            texts.append(replace(mark or Mark(), columns=unchanged | own).encode())
         return {**columns, MARK: texts}
     for name, dtype in ((name, dtype) for name, rows in dtypes.items() for dtype in rows if dtype is not None):
         if arrow_carrier(dtype).dtype.name != dtype_name(dtype):

@@ -156,15 +156,15 @@ def commit(job: WriteJob, names: Sequence[str]) -> None:
     _check_unique(job, shards)
 
     def change(manifest: Manifest) -> None:
-        others = [name for name in manifest.entries if name not in shards]
+        listed = [name for name in manifest.entries if name not in shards]
         if job.mode == "overwrite":
-            manifest.remove(*others)
-            others = []
-        elif job.mode == "create" and others:
+            manifest.remove(*listed)
+            listed = []
+        elif job.mode == "create" and listed:
             problem = f"{shown(job.folder)}: another write has finished there meanwhile"
             raise FileExistsError(f"{problem}; write to another folder, or pass append=True")
-        if others and shards:
-            _check_unique(job, {**_load_shards(folder, others), **shards})
+        if listed and shards:
+            _check_unique(job, {**_load_shards(folder, listed), **shards})
         _list(manifest, shards)
 
     change_manifest(folder, change)

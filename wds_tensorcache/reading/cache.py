@@ -595,10 +595,10 @@ class TensorCache(Cache[_Sample]):
         patterns = with_trees(patterns)
         is_selected = name_matcher(patterns)
         is_first = len(first) < len(self)
-        others = [n for n in names if not is_selected(n) and (is_first or schema[n].num_samples < len(self))]
+        hidden = [n for n in names if not is_selected(n) and (is_first or schema[n].num_samples < len(self))]
         if self._patterns is not None:
             patterns = tuple(map(glob.escape, filter(is_selected, names)))
-        return TensorCache(self._store, self._order, patterns, self._names or tuple(names), (*self._optional, *others))
+        return TensorCache(self._store, self._order, patterns, self._names or tuple(names), (*self._optional, *hidden))
 
     def close(self) -> None:
         self._store.close()

@@ -572,7 +572,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
         items.append(stored.items[at])
         matches = {group: list(firsts[group][at])[pick] for group, pick in zip(choices, picks, strict=True)}
         chosen.append({name: available[at][name].get(matches[group]) for name, group in tensors})
-    is_mixed = stored.is_mixed and any(others != contents[0][1] for _, others in contents)
+    is_mixed = stored.is_mixed and any(names != contents[0][1] for _, names in contents)
     fixed = tuple(name for name in request.fixed if not alternatives.covers(name))
     picked = Layouts(request.rows, items, which, is_mixed, chosen)
     first = {group: [firsts[group][at] for at in layout_of] for _, group, _ in of_values if group in firsts}
@@ -630,14 +630,14 @@ class _Rest(Structures):
         if kept is None:
             names, covers = list(filter(self._is_selected, layout.named)), self._alternatives.covers
             alternatives = {name: _expand(patterns, names) for name, patterns in self._alternatives.patterns.items()}
-            others = {name for name in names if not covers(name)}
-            for name in others & alternatives.keys():
+            fixed_names = {name for name in names if not covers(name)}
+            for name in fixed_names & alternatives.keys():
                 raise _other_tensor(name)
             for group in self._alternatives.groups:
                 first, *rest = [alternatives[name] for name in group.names if alternatives[name]] or [{}]
                 for other in rest:
                     _check_pairs(sample_key(), group, first, other)
-            kept = layout.form, (alternatives, others)
+            kept = layout.form, (alternatives, fixed_names)
             keep_bounded(self._contents, key, kept)
         return kept[1]
 

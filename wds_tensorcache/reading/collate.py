@@ -31,7 +31,8 @@ class Pad:
         are_lengths = all(type(length) is int and length >= 0 for length in lengths)
         if not (lengths or self.to is None) or not are_lengths or any(a >= b for a, b in pairwise(lengths)):
             raise ValueError(
-                f"to={self.to!r:.200}, expected a length, ascending lengths, or None for that of the longest row"
+                f"to={self.to!r:.200}, expected a length, ascending lengths, or None for that of the longest row; "
+                "as collate=, call it: tc.pad()"
             )
 
     def length(self, longest: int) -> int:

@@ -153,9 +153,9 @@ def _are_equal(first: Any, other: Any) -> bool:
     if len(first) != len(other):
         return False
     if isinstance(first, TensorCache) and isinstance(other, TensorCache):
-        where, others = first._where, other._where
+        where, other_where = first._where, other._where
         if first._store is other._store and (
-            where is others or (type(where) is type(others) is range and where == others)
+            where is other_where or (type(where) is type(other_where) is range and where == other_where)
         ):
             return True  # views of the same samples, whose keys need not be read
         if first._order is None and other._order is None:

@@ -169,7 +169,8 @@ def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str |
     paths = list(caches)
     where = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
     if name is not None and name not in there:
-        raise KeyError(f"{where}: no cache {name!r}; there are {list_names(there, name)}")
+        unnamed = "; '' is the one without a name" if "" in there else ""
+        raise KeyError(f"{where}: no cache {name!r}; there are {list_names(there, name)}{unnamed}")
     if name is None and len(there) > 1:
         raise KeyError(
             f"{where}: caches {list_names(there)}: choose one with --cache (cache=…), '' for the one without a name"

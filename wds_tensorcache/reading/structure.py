@@ -141,8 +141,11 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     Raises:
         BatchError: The structures of two samples differ.
         KeyError: `tensors` has a name that is not a tensor of any sample.
+        TypeError: `samples` is a dict, such as a single sample.
         ValueError: `samples` is empty.
     """
+    if isinstance(samples, Mapping):
+        raise TypeError("expected a list of samples, got a single dict; pass [sample]")
     samples = [separate(sample)[0] for sample in samples]
     names = [names_of(sample) for sample in samples]
     base = max(range(len(samples)), key=lambda at: (sum(name in tensors for name in names[at]), len(names[at])))

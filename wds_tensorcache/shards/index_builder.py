@@ -102,8 +102,8 @@ class IndexBuilder:
         forms, count = self._form_numbers, len(self._ends)
 
         def columns(table: array[int], width: int) -> Any:
-            first, *others = np.array(table, np.uint64).reshape(-1, width).T
-            return None if len(first) == count else narrow(first), *others
+            first, *columns = np.array(table, np.uint64).reshape(-1, width).T
+            return None if len(first) == count else narrow(first), *columns
 
         caches, members = {}, {}
         for name, table in self._caches.items():
@@ -165,7 +165,7 @@ def scan_shard(read: Callable[[int, int], bytes], nbytes: int, path: str = "") -
 
 def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, tuple[int, int]]) -> None:
     caches: list[CacheEntry] = []
-    others: list[tuple[str, int, int]] = []
+    other_members: list[tuple[str, int, int]] = []
 
     def is_bound_at(begin: int, nbytes: int) -> bool:
         return is_bound(scanner.peek(begin, begin + min(64, nbytes)))
@@ -174,12 +174,12 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
         for suffix, extent in members.items():
             half = find_half(suffix, members, partial(is_bound_at, *extent))
             if half is None:
-                others.append((suffix, *extent))
+                other_members.append((suffix, *extent))
             elif half.is_skeleton:
                 caches.append(_entry(scanner, half.name, extent, members[half.other]))
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r:.100}") from exc
-    builder.add(key, caches, others)
+    builder.add(key, caches, other_members)
 
 
 def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tuple[int, int]) -> CacheEntry:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from wds_tensorcache.arguments import as_int
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.skeleton.types import allow_table
 from wds_tensorcache.codec.tree import flatten, project, realize
@@ -105,10 +105,10 @@ class SharedDataset(Cache[Any]):
     ) -> None:
         if not isinstance(fingerprint, str):
             raise TypeError(f"fingerprint={fingerprint!r:.100}, expected a string")
-        max_nbytes = None if max_nbytes is None else operator.index(max_nbytes)
+        max_nbytes = None if max_nbytes is None else as_int("max_nbytes", max_nbytes)
         if max_nbytes is not None and max_nbytes < 1:
             raise ValueError(f"max_nbytes={max_nbytes}, expected at least 1")
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        if isinstance(dataset, str) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise TypeError(f"expected a map-style dataset with len() and dataset[i], got {type(dataset).__name__}")
         self._options: dict[str, Any] = {
             "max_nbytes": max_nbytes,

@@ -141,13 +141,13 @@ def _copy(
     is_equal &= len(ranges.file) >= _FEW and runs_as_called and _openmp_setter() is not None
     lowest, highest = int(source.min()), int(source.max())
     is_equal &= nbytes[:, 0] < _MAX_WINDOWS_NBYTES // (highest - lowest + 2 * _MAX_UNIT)
-    alike, others = (slice(None), ()) if is_equal.all() else (is_equal, np.flatnonzero(~is_equal))
+    alike, unequal = (slice(None), ()) if is_equal.all() else (is_equal, np.flatnonzero(~is_equal))
     firsts, pitches = target[alike, 0], pitches[alike, :1].reshape(-1)
     equal = _as_rows(memory, source[alike], lowest, highest, nbytes[alike, 0], firsts, pitches)
     move: Callable[..., Any] = memmove
     moved = nbytes
-    if len(others):
-        rows = np.stack([target[others] + memory.__array_interface__["data"][0], source[others], nbytes[others]])
+    if len(unequal):
+        rows = np.stack([target[unequal] + memory.__array_interface__["data"][0], source[unequal], nbytes[unequal]])
         if rows[2].sum() < _LONG_NBYTES * rows[2].size:
             move, moved = _memmove_with_gil, nbytes[alike]
 
@@ -161,7 +161,7 @@ def _copy(
         if is_short:
             announce_some(cold[(cold >= begin) & (cold < end)])
         _select(equal, begin, end)
-        if len(others):
+        if len(unequal):
             deque(map(move, *rows[:, :, begin:end].reshape(3, -1).tolist()), 0)
 
     def announce_cold() -> None:

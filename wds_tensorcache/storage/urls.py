@@ -150,8 +150,8 @@ def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
         raise ValueError(f"{path!r} is a url that pathlib has changed; pass a str, such as 's3://bucket/cache'")
     if _ANY_URL(path):
         prefixes = ", ".join(f"{scheme}://" for scheme in sorted(schemes))
-        others = f", or a url that begins with one of {prefixes}" if prefixes else ""
-        raise ValueError(f"{shown(path)}: expected a local path{others}")
+        hint = f", or a url that begins with one of {prefixes}" if prefixes else ""
+        raise ValueError(f"{shown(path)}: expected a local path{hint}")
 
 
 def check_writable(url: str) -> None:

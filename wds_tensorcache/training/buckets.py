@@ -68,6 +68,10 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
 
 def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]:
     """Return the sample indices of each bucket, by a shape of the tensor named `by`, or by a result of the function `by`."""
+    if not (isinstance(by, str) or callable(by)):
+        raise TypeError(
+            f"bucket_by={by!r:.100}, expected the name of a tensor, tc.by_length(…), or a function of an entry"
+        )
     name = by.name if isinstance(by, ByLength) else by
     if isinstance(name, str) and name not in cache.schema:
         raise KeyError(unknown_name("tensor", name, cache.schema))

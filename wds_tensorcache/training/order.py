@@ -22,6 +22,11 @@ class EpochOrder:
     results out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the finalizer
     of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
 
+    Args:
+        count: Number of samples.
+        shuffle: Shuffle each epoch; False keeps the order of the samples.
+        seed: Seed of all epochs.
+
     Raises:
         ValueError: `count` is negative.
 

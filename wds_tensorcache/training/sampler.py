@@ -73,7 +73,7 @@ class StepSampler(DistributedSampler[Step]):
 
     Raises:
         ValueError: Arguments are mutually exclusive or out of range; or a cache is empty or not a `Cache`.
-        TypeError: A number is not an integer.
+        TypeError: A number is not an integer, or `bucket_by` is neither a name nor a function.
         KeyError: `bucket_by` names no tensor, or a sample lacks the tensor.
 
     Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, about 16 with `weights`, and

@@ -127,8 +127,8 @@ def build(
             with other names. `reuse` is the same folder as `out`, or has named caches or samples without a cache. A list of
             paths names shards that have a cache. Two ranks have the same key, different items or batch sizes. Or several ranks
             have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, `keys` is a set, an option is unknown, JSON cannot represent the fingerprint, a
-            digest is not a str, or a worker process cannot send an item.
+        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, an option is unknown, JSON cannot
+            represent the fingerprint, a digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
         ImportError: A url, or `progress=True`, needs a package that is not installed.
         FormatError: A finished or reused shard is damaged, or was changed during the call; or `source` is a cache, and
@@ -139,6 +139,8 @@ def build(
         of classes in `allow` that are not dataclasses are not copied. While `fn` computes a batch, up to two earlier batches
         wait in memory or are being written.
     """
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r:.100}, expected a function of a list of items: tc.build(items, fn, out)")
     fingerprint = as_fingerprint(fingerprint)
     pattern = ShardPattern(os.fsdecode(out))
     check_options(
@@ -250,8 +252,8 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
     if items.world_size > 1 or files.is_remote:
         new = list_new(pattern, sink.finished, job.options)
         _check_shared(items, pattern, sink.finished.indexes, new, seen)
-        others = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
-        Comparison(items, FinishedShards(others, sink.finished.files), folder).check(after=items.num_all)
+        foreign = {path: index for path, index in new.items() if not pattern.covers(os.path.basename(path))}
+        Comparison(items, FinishedShards(foreign, sink.finished.files), folder).check(after=items.num_all)
     failures.report(job.allows_failures)
 
 
@@ -273,9 +275,9 @@ def _check_shared(
     keys = {key for index in (*earlier.values(), *new.values()) for key in index.keys}
     num_missing = items.num_all - len(keys)
     if num_missing > 0 and num_missing > sum(f.key not in keys for f in list_failures(folder_of(pattern.folder))):
-        others = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
+        foreign = {path: index for path, index in earlier.items() if pattern.is_of_other_rank(os.path.basename(path))}
         remedy = "call build here once more with rank=0, world_size=1, which computes the missing samples"
-        refuse_shared(others, pattern, seen, remedy)
+        refuse_shared(foreign, pattern, seen, remedy)
 
 
 def _missing(

@@ -113,6 +113,8 @@ class Items(Dataset[Item]):
             keys = items.keys()
         self._is_fixed = isinstance(keys, str) and keys == "position"
         keys = None if self._is_fixed else keys
+        if isinstance(keys, str):
+            raise ValueError(f"{keys=!r:.100}, expected a list of keys, a function of an item, or 'position'")
         if isinstance(keys, (set, frozenset)):
             raise TypeError(
                 "keys= is a set, whose order is not that of the items; pass a list, or a function of an item"

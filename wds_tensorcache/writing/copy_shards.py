@@ -130,8 +130,8 @@ class NewShard:
     @property
     def link_to(self) -> OldShard | None:
         """The old shard that has exactly these samples, their fingerprint and any footer needed; None if there is none."""
-        (old, *rows), *others = self.runs
-        is_whole = not others and rows == [0, len(old.index.keys)]
+        (old, *rows), *further_runs = self.runs
+        is_whole = not further_runs and rows == [0, len(old.index.keys)]
         is_same = is_whole and old.fingerprint == old.index.fingerprint and not old.prefix
         return old if is_same and old.has_footer >= self.footer else None
 

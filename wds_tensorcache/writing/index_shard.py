@@ -75,6 +75,8 @@ def index_shard(
         raise ValueError(
             f"{path} is local: index_folder= is for shards at urls, since the index must be next to the shard"
         )
+    if not is_remote and os.path.isdir(path):
+        raise FormatError(f"{path} is a folder, expected a tar; `tensorcache index {path}` indexes all shards in it")
     folder, name = _place_of(path, None if index_folder is None else os.fsdecode(index_folder))
     file = RemoteFile(path) if is_remote else ShardFile(path)
     index = scan(file)

@@ -90,8 +90,11 @@ def merge(
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
         StaleCacheError: A cache has a fingerprint that the first cache does not have, and `mixed` is False.
         ValueError: There are no sources, or not as many prefixes as sources.
+        TypeError: `sources` is a single path.
         And the errors of `reshard`.
     """
+    if isinstance(sources, (str, os.PathLike)):
+        raise TypeError(f"sources={os.fspath(sources)!r:.100}, expected a list of caches")
     if max_samples < 1 or max_nbytes < 1:
         raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
     prefixes = list(prefixes) or [""] * len(sources)
@@ -126,8 +129,8 @@ def _unite_sources(shards: list[OldShard]) -> None:
     for shard in shards:
         fingerprint = shard.fingerprint or {}
         if "format" in fingerprint and SOURCE in fingerprint:
-            others = {name: value for name, value in fingerprint.items() if name != SOURCE}
-            group, folders = alike.setdefault(as_text(others), ([], []))
+            settings = {name: value for name, value in fingerprint.items() if name != SOURCE}
+            group, folders = alike.setdefault(as_text(settings), ([], []))
             group.append(shard)
             source = fingerprint[SOURCE]
             folders += [name for name in (source if isinstance(source, list) else [source]) if name not in folders]
@@ -142,10 +145,10 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
     for shard in chain.from_iterable(parts[1:]):
         if as_text(shard.fingerprint) not in texts:
             stored, expected = shard.fingerprint, first.fingerprint
-            others = [{name: part[name] for name in part if name != SOURCE} for part in (stored or {}, expected or {})]
+            pair = [{name: part[name] for name in part if name != SOURCE} for part in (stored or {}, expected or {})]
             # the error names one of these fields, not the folder of an import
-            if stored and as_text(others[0]) != as_text(others[1]):
-                stored, expected = others
+            if stored and as_text(pair[0]) != as_text(pair[1]):
+                stored, expected = pair
             try:
                 check_fingerprint(shard.path, stored, expected or {})
                 raise StaleCacheError(

@@ -280,16 +280,16 @@ class ShardWriter:
         is_plain = type(key) is str and is_plain_key(key)
         if not is_plain:
             check_key(key)
-        caches, others = {"": sample}, dict[str, Any]()
+        caches, other_members = {"": sample}, dict[str, Any]()
         if not (is_plain and not members and sample is not _NOTHING):
-            caches, others = _sort_members(key, sample, members)
+            caches, other_members = _sort_members(key, sample, members)
         encoded = []
         for name, value in caches.items():
             try:
                 encoded.append((name, encode_views(value, self._allow, self._align)))
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}" + (f", cache {name!r}" if name else "")) from exc
-        return _pack_members(key, encoded, _encode_others(key, others, self._encoder) if others else {})
+        return _pack_members(key, encoded, _encode_others(key, other_members, self._encoder) if other_members else {})
 
     def _place(self, packed: PackedSample) -> None:
         """Write a packed sample, whose key is not stored yet."""
@@ -414,10 +414,10 @@ class ShardWriter:
                 self._abandon(value)
 
 
-def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], others: Mapping[str, bytes]) -> PackedSample:
+def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], contents: Mapping[str, bytes]) -> PackedSample:
     """Build the members of a sample from its encoded caches, by name, and its other members, by extension.
 
-    Memory: aliases the tensors of the caches, and `others`.
+    Memory: aliases the tensors of the caches, and `contents`.
     """
     parts: list[Any] = []
     position = 0
@@ -435,7 +435,7 @@ def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], others:
         position = begin + nbytes + -nbytes % BLOCK
         names = encoded.references, encoded.further
         entries.append(CacheEntry(name, skeleton_begin, len(skeleton), begin, encoded.layout, encoded.digest, *names))
-    for extension, raw in others.items():
+    for extension, raw in contents.items():
         header = build_tar_header(f"{key}.{extension}", len(raw))
         parts += header, raw, _ZEROS[: -len(raw) % BLOCK]
         members.append((extension.lower(), position + len(header), len(raw)))
@@ -445,24 +445,24 @@ def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], others:
 
 def _sort_members(key: str, sample: Any, members: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     caches = {"": sample} if sample is not _NOTHING else {}
-    others = {}
+    other_members = {}
     for field, value in members.items():
         name = cache_of_field(field)
         if name is None:
-            others[field] = value
+            other_members[field] = value
         elif name in caches:
             raise InvalidKeyError(f"sample {key!r} is passed twice, also as {FIELD!r}; pass it once")
         else:
             caches[name and cache_name(name)] = value
-    if not caches and not others:
+    if not caches and not other_members:
         raise InvalidKeyError(f"sample {key!r} has no members; pass a sample or a member")
-    check_suffixes(key, [*others, *(member_suffix(name, SKELETON) for name in caches)])
+    check_suffixes(key, [*other_members, *(member_suffix(name, SKELETON) for name in caches)])
     check_suffixes(key, [member_suffix(name, TENSORS) for name in caches])
-    lowered = [field.lower() for field in others] + [member_suffix(name, TENSORS) for name in caches]
+    lowered = [field.lower() for field in other_members] + [member_suffix(name, TENSORS) for name in caches]
     if len(set(lowered)) < len(lowered) or any(map(is_reserved, lowered)):
         problem = f"has members {sorted(lowered)}; a name is reserved for caches, or occurs twice"
         raise InvalidKeyError(f"sample {key!r} {problem}; rename that member")
-    return caches, others
+    return caches, other_members
 
 
 def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], pid: int) -> None:
@@ -498,15 +498,15 @@ def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _encode_others(
-    key: str, others: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
+    key: str, members: dict[str, Any], encoder: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, bytes]:
     try:
-        plain = encoder(others)
+        plain = encoder(members)
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
     for extension, raw in plain.items():
         subject = f"sample {key!r}: the encoder returned"
-        if extension not in others:
+        if extension not in members:
             raise InvalidKeyError(f"{subject} {extension!r}, which was not passed to write; pass it as a member, too")
         if not isinstance(raw, (bytes, bytearray)):
             raise EncodeError(f"{subject} a {type(raw).__name__} for {extension!r}, expected bytes")

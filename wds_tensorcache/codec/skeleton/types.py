@@ -54,6 +54,8 @@ Listed = tuple[str, str, Callable[[Any], tuple[Any, ...]]]
 
 def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
     """Return `allow=` classes by (module, qualified name), without listed types (FORMAT.md 2.7); raise TypeError for others."""
+    if isinstance(allow, type):
+        raise TypeError(f"allow= takes a list of classes, got {allow!r}")
     table = {}
     for cls in allow:
         if not isinstance(cls, type):

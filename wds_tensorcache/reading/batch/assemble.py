@@ -62,12 +62,12 @@ def nest_tensors(request: Request, tensors: Mapping[str, Any]) -> Any:
     """Return a batch with `tensors`, and without all other tensors; see `Cache.nest`."""
     kept = request.keeping(tuple(sorted(tensors)))
     layouts = kept.layouts()
-    others = [name for name in tensors if not layouts.chosen or name not in layouts.chosen[0]]
+    stored_names = [name for name in tensors if not layouts.chosen or name not in layouts.chosen[0]]
     present = {name for layout in layouts.items for name in layout.named}
-    missing = [name for name in others if name not in present and name in request.schema()]
+    missing = [name for name in stored_names if name not in present and name in request.schema()]
     kept = replace(kept, fixed=tuple(dict.fromkeys([*missing, *kept.fixed])))
     structure = kept.structures.structure_for(layouts, kept.fixed)
-    for name in others:
+    for name in stored_names:
         if name not in structure.names:
             has = list_names(flatten(request.sample(0)), name)
             raise KeyError(f"sample {request.key(0)!r} has no tensor {name!r:.100}; it has {has}")

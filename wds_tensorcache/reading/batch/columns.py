@@ -184,10 +184,10 @@ class Columns:
     def check_stackable(self, layouts: Layouts, tensor: int) -> None:
         """Raise BatchError if a tensor's shape differs, a layout lacks it, or the stacked array exceeds size limits."""
         self.check_present(layouts, tensor)
-        (at, first), *others = self.present(tensor)
-        for number, other in others:
+        (at, first), *following = self.present(tensor)
+        for number, other in following:
             if other.shape != first.shape:
-                can_pad = all(one.shape and one.shape[1:] == first.shape[1:] for _, one in (*others, (at, first)))
+                can_pad = all(one.shape and one.shape[1:] == first.shape[1:] for _, one in (*following, (at, first)))
                 ways = "'pad' or 'list'" if can_pad else "'list'"
                 raise BatchError(
                     f"tensor {first.name!r} is {list(first.shape)} in sample {layouts.key(at)!r}, but "

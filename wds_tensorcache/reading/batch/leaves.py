@@ -127,11 +127,11 @@ def _with_tensors(value: Any, device: torch.device | None) -> Any:
 
 
 def _operator(name: str) -> Any:
-    def method(self: Leaves, *others: Any) -> Any:
+    def method(self: Leaves, *operands: Any) -> Any:
         # tensors and arrays have the reflected operator
-        if not all(isinstance(other, (*_NUMBERS, Leaves)) for other in others):
+        if not all(isinstance(other, (*_NUMBERS, Leaves)) for other in operands):
             return NotImplemented
-        return getattr(self._as_tensor(), name)(*others)
+        return getattr(self._as_tensor(), name)(*operands)
 
     return method
 

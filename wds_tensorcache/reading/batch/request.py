@@ -136,8 +136,8 @@ class Structures:
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of the batch's tensors, and of `fixed`, that sample `base` lacks."""
         present = layouts.items[layouts.which.item(base)].named
-        others = [name for layout in layouts.items for name in layout.named] if layouts.is_mixed else []
-        return tuple(dict.fromkeys(name for name in (*others, *fixed) if name not in present))
+        named = [name for layout in layouts.items for name in layout.named] if layouts.is_mixed else []
+        return tuple(dict.fromkeys(name for name in (*named, *fixed) if name not in present))
 
     def _structure(self, layouts: Layouts, base: int, template: Template | None, missing: tuple[str, ...]) -> Structure:
         raw = layouts.rows.sample(base)

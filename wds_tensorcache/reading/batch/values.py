@@ -137,7 +137,7 @@ class Decoded:
         values_by_sample = self._find_kept(template)
         numbers, row, which = rows.number.tolist(), rows.row.tolist(), self._layouts.which.tolist()
         # by position in the batch; a sample that matches no template stands for its values
-        others: dict[int, tuple[Template | None, Any]] = {}
+        unlike: dict[int, tuple[Template | None, Any]] = {}
         # cost per sample in Python: one step for its bytes, one for its values
         for i, skeleton, begin in rows.skeletons(np.array([values is not None for values in values_by_sample])):
             values = template.match(skeleton, begin)
@@ -149,19 +149,19 @@ class Decoded:
             other, values = find_match(self._layouts.items[which[i]].form.templates, skeleton, begin)
             if other is None and not may_build:
                 return []
-            others[i] = (None, self._build(i)) if other is None else self._compare(i, other, values)
-        if not others:
+            unlike[i] = (None, self._build(i)) if other is None else self._compare(i, other, values)
+        if not unlike:
             for number, _, shard_rows in rows.by_shard:
                 rows.shards[number].note_template(shard_rows, template)
         if not self.structure.is_exact:
             for i, values in enumerate(values_by_sample):
                 if values is not None:
                     self._compare(i, template, values)
-        if not others:
+        if not unlike:
             return [_Group(template, list(range(len(self))), values_by_sample)]
         groups: dict[Template | None, _Group] = {}
         for i, values in enumerate(values_by_sample):
-            of, values = others.get(i, (template, values))
+            of, values = unlike.get(i, (template, values))
             group = groups.setdefault(of, _Group(of, [], []))
             group.positions.append(i)
             group.values.append(values)
