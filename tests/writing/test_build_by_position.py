@@ -255,12 +255,12 @@ def test_different_values_have_different_digests(tmp_path: Path) -> None:
 def test_equal_values_have_equal_digests(tmp_path: Path) -> None:
     tensor, array, path = torch.rand(4, 6), np.random.default_rng(0).random((4, 6)), tmp_path / "a.jpg"
     path.write_bytes(b"12")
-    items = [tensor.t(), array[::2, ::3], torch.nn.Parameter(tensor), {"path": path}]
+    items = [tensor.t(), array[::2, ::3], torch.nn.Parameter(tensor), {"path": path}, tensor[0, ::2][:1]]
     build(items, tmp_path / "a", constant).close()
     os.utime(path, (1, 1))
-    build([tensor.t().contiguous(), array[::2, ::3].copy(), tensor, items[3]], tmp_path / "a").close()
+    build([tensor.t().contiguous(), array[::2, ::3].copy(), tensor, items[3], tensor[0, :1]], tmp_path / "a").close()
     path.write_bytes(b"123")
-    with pytest.raises(tc.StaleCacheError, match="of 4 items compared, 1 differ"):
+    with pytest.raises(tc.StaleCacheError, match="of 5 items compared, 1 differ"):
         build(items, tmp_path / "a")
 
 

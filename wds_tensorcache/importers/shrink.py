@@ -24,7 +24,7 @@ def narrow(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.dtype != torch.float32 or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return tensor
-    bits = tensor.contiguous().view(torch.int32).flatten()
+    bits = _flatten(tensor).view(torch.int32)
     # a bfloat16 is the upper half of a float32: testing and copying halves needs less memory traffic than `tensor.to`
     if _is_bfloat16(bits[:_PROBE]) and _is_bfloat16(bits):
         upper = bits.view(torch.int16)[1::2]
@@ -32,6 +32,11 @@ def narrow(tensor: torch.Tensor) -> torch.Tensor:
     if _is_float16(bits[:_PROBE]) and _is_float16(bits):
         return tensor.to(torch.float16)
     return tensor
+
+
+def _flatten(tensor: torch.Tensor) -> torch.Tensor:
+    # a tensor of one element may be contiguous with any stride, which a view as another dtype refuses
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def _is_bfloat16(bits: torch.Tensor) -> bool:
@@ -100,4 +105,4 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_zero(rows: torch.Tensor) -> bool:
     """Return whether all bits are 0, so that `tc.pad` restores the same rows. Negative zero has a bit that is not 0."""
-    return not bool(rows.contiguous().view(-1).view(torch.uint8).any())
+    return not bool(_flatten(rows).view(torch.uint8).any())

@@ -75,7 +75,8 @@ def _feed(update: Any, value: Any) -> None:
             raise TypeError(f"a {kind.__name__} has no digest")
         _feed_array(update, b"x", str(value.dtype), value.shape)
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        update(plain.reshape(-1).view(torch.uint8).numpy())
+        # a tensor of one element may be contiguous with any stride, which a view as bytes refuses
+        update(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy())
     elif isinstance(value, PurePath):
         update(_COUNT(b"p", _file_nbytes(value)))
         _feed(update, os.fspath(value))
