@@ -126,10 +126,10 @@ def test_parts_of_videos_share_a_text(tmp_path: Path) -> None:
 
 def test_an_image_named_like_a_part_of_a_video(tmp_path: Path) -> None:
     save_image(tmp_path / "in", "shot_00000-025", "f2k9b")
-    mine = save_text(tmp_path / "in", "shot_00000-025", "f2k9b", "of the image")
+    text = save_text(tmp_path / "in", "shot_00000-025", "f2k9b", "of the image")
     save_text(tmp_path / "in", "shot", "f2k9b", "of another image")
     found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert_samples(mine, found["shot_00000-025"]["text"])
+    assert_samples(text, found["shot_00000-025"]["text"])
     assert "first_frame" not in found["shot_00000-025"]
     assert found["shot"].keys() == {"text", "caption"}
     assert_complete(all_tensors(tmp_path / "in"), found.values())

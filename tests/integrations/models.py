@@ -16,8 +16,8 @@ class NamesModel(pl.LightningModule):  # type: ignore[misc]
         self.layer = torch.nn.Linear(4, 1)
         self.seen: dict[str, list[str]] = {"fit": [], "validate": [], "predict": []}
 
-    def look(self, stage: str, given: Any) -> torch.Tensor:
-        batch = given[0] if isinstance(given, (list, tuple)) else given
+    def look(self, stage: str, loaded: Any) -> torch.Tensor:
+        batch = loaded[0] if isinstance(loaded, (list, tuple)) else loaded
         self.seen[stage] += list(batch["name"])
         assert [f"n{int(row[0])}" for row in batch["x"]] == list(batch["name"])
         return self.layer(batch["x"]).square().mean()  # type: ignore[no-any-return]

@@ -268,8 +268,8 @@ def test_an_accelerator(cache: Any, kind: str) -> None:
     model = torch.nn.Linear(4, 1)
     model, loader = accelerator.prepare(model, loader_of(kind, cache))
     names: list[str] = []
-    for given in loader:
-        batch = given[0] if isinstance(given, (list, tuple)) else given
+    for loaded in loader:
+        batch = loaded[0] if isinstance(loaded, (list, tuple)) else loaded
         names += list(batch["name"])
         accelerator.backward(model(batch["x"]).mean())
     assert len(names) == len(set(names)) == 8

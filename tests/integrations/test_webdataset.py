@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import pickle
 from pathlib import Path
@@ -157,6 +158,16 @@ def test_a_stage_that_is_not_called(shard: str) -> None:
     ):
         with pytest.raises(TypeError, match=r"got generator, expected handlers, .* call it: tc\.decode\(\)"):
             next(iter(pipeline))
+    with pytest.raises(TypeError, match=r"call it: tc\.tarfile_to_samples\(\)"):
+        list(wds.DataPipeline(wds.SimpleShardList(shard), tc.tarfile_to_samples, tc.decode()))
+    with (
+        pytest.raises(TypeError, match=r"encoder=tc\.encoder\(\)"),
+        wds.TarWriter(io.BytesIO(), encoder=tc.encoder) as sink,
+    ):
+        sink.write({"__key__": "0", "tensorcache": {"x": 1}})
+    with pytest.raises(Exception, match="^") as raised:
+        list(wds.WebDataset(shard, shardshuffle=False).decode(tc.decode()))
+    assert "pass .compose(tc.decode()) in place of .decode" in str(raised.value.__cause__)
 
 
 def same(sample: Any) -> Any:

@@ -25,12 +25,12 @@ def photo(i: int) -> dict[str, Any]:
     return made | ({"alpha": np.zeros(1, "f4")} if i % 2 else {})
 
 
-def others(i: int) -> dict[str, Any]:
+def members_of(i: int) -> dict[str, Any]:
     return {"json": {"i": i}} | ({"jpg": b""} if i < 7 else {})
 
 
 PHOTOS = [photo(i) for i in range(100)]
-folder = folder_of(PHOTOS, members=others, max_samples=40, fingerprint={"model": "vae"})
+folder = folder_of(PHOTOS, members=members_of, max_samples=40, fingerprint={"model": "vae"})
 
 
 def test_summaries_are_printable(tmp_path: Path) -> None:

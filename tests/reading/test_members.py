@@ -17,7 +17,7 @@ from tests.shards.tars import raw_header
 COUNT = 11
 
 
-def others(i: int) -> dict[str, bytes]:
+def members_of(i: int) -> dict[str, bytes]:
     found = {"json": b'{"label": %d}' % i, "meta.raw": bytes(range(i))}
     return found | ({"jpg": bytes([i]) * 2000} if i % 3 == 1 else {})
 
@@ -26,11 +26,11 @@ def others(i: int) -> dict[str, bytes]:
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     if request.param == "ours":
-        write(path / "%d.tar", {f"k{i}": {"x": torch.tensor([i])} for i in range(COUNT)}, others, max_samples=4)
+        write(path / "%d.tar", {f"k{i}": {"x": torch.tensor([i])} for i in range(COUNT)}, members_of, max_samples=4)
     else:
         with wds.ShardWriter(str(path / "%d.tar"), maxcount=4, encoder=tc.encoder(), verbose=0) as sink:
             for i in range(COUNT):
-                members = {k.upper() if request.param == "capitals" else k: v for k, v in others(i).items()}
+                members = {k.upper() if request.param == "capitals" else k: v for k, v in members_of(i).items()}
                 sink.write({"__key__": f"k{i}", "tensorcache": {"x": torch.tensor([i])}, **members})
     return path
 
@@ -40,14 +40,14 @@ def test_members(folder: Path) -> None:
         assert cache.members == {"json": COUNT, "meta.raw": COUNT, "jpg": 4}
         for numbers in (range(COUNT), [7, 3, 3, -1], torch.tensor([2, 10]), []):
             for suffix in ("json", "meta.raw", ".JSON"):
-                expected = [others(int(i) % COUNT)[suffix.lower().strip(".")] for i in numbers]
+                expected = [members_of(int(i) % COUNT)[suffix.lower().strip(".")] for i in numbers]
                 assert cache.read_members(numbers, suffix) == expected
         assert json.loads(cache.read_members(["k5"], "json")[0]) == {"label": 5}
-        assert cache.read_members([1, 10, "k4"], "jpg") == [others(i)["jpg"] for i in (1, 10, 4)]
+        assert cache.read_members([1, 10, "k4"], "jpg") == [members_of(i)["jpg"] for i in (1, 10, 4)]
         view = pickle.loads(pickle.dumps(cache[::-1])).filter(lambda entry: entry.key in ("k2", "k4"))
         assert view.members == {"json": 2, "meta.raw": 2, "jpg": 1}
         assert view.read_members([0, 1], "meta.raw") == [bytes(range(4)), bytes(range(2))]
-        assert cache.select([]).read_members([3], "json") == [others(3)["json"]]
+        assert cache.select([]).read_members([3], "json") == [members_of(3)["json"]]
 
 
 def test_missing_members_and_samples_are_named(folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_joined(folder: Path, tmp_path: Path) -> None:
         assert cache.num_shards == 4
         assert cache.members == {"json": COUNT, "meta.raw": COUNT, "jpg": 4, "png": COUNT, "txt": COUNT // 2}
         assert cache.read_members([3, "k7"], "TXT") == [b"3", b"7"]
-        assert cache.read_members([2, "k7"], "json") == [others(2)["json"], others(7)["json"]]
+        assert cache.read_members([2, "k7"], "json") == [members_of(2)["json"], members_of(7)["json"]]
         assert cache.filter(lambda entry: entry.key != "k0").read_members([0], "txt") == [b"1"]
         assert cache[["k3", "k1"]].read_members([0, 1], "txt") == [b"3", b"1"]
         with pytest.raises(KeyError, match="sample 'k4' has no member 'txt'"):

@@ -80,10 +80,10 @@ def interleaved(ranked: list[list[Any]]) -> list[Any]:
     return [rows[at] for at in range(max(map(len, ranked))) for rows in ranked if at < len(rows)]
 
 
-def steps_of(given: list[Any]) -> Iterator[list[tuple[int, Row]]]:
+def steps_of(ranks: list[Any]) -> Iterator[list[tuple[int, Row]]]:
     """Yield epoch and row of each row of the next steps, over all ranks, in the order of the sequence; endless."""
     while True:
-        for step in zip(*(loader.with_info() for loader in given), strict=True):
+        for step in zip(*(loader.with_info() for loader in ranks), strict=True):
             yield interleaved([[(info.epoch, row) for row in rows_of(batch, info)] for batch, info in step])
 
 

@@ -37,10 +37,10 @@ def test_a_failing_transform_names_the_step(cache: Any) -> None:
     message = r"transform _fails_at_8 failed at step 2 of epoch 0, .*'008'.*ZeroDivision"
     for kind, options in kinds:
         loader = kind(cache.select("latent"), 4, transform=_fails_at_8, **options)
-        given = iter(loader)
-        next(given), next(given)
+        iterator = iter(loader)
+        next(iterator), next(iterator)
         with pytest.raises(RuntimeError, match=message):
-            next(given)
+            next(iterator)
         assert loader.state_dict()["position"]["step"] == 2
         loader = kind(cache.select("latent"), 4, transform=[_nothing], **options)
         with pytest.raises(RuntimeError, match="transform _nothing failed at step 0 of epoch 0, .* returned None"):
@@ -64,12 +64,12 @@ def _nothing(batch: Any, info: tc.BatchInfo) -> None:
 def test_rows_that_fill_the_last_step(cache: Any, last: str) -> None:
     """They are copies of rows of this epoch: the same sample with the same draws."""
     for epoch in range(2):
-        given = loaders(3, 5, cache=cache, shuffle=True, last_batch=last)
-        for loader in given:
+        ranks = loaders(3, 5, cache=cache, shuffle=True, last_batch=last)
+        for loader in ranks:
             loader.set_epoch(epoch)
         rows: dict[str, set[Row]] = {}
         counts: Counter[str] = Counter()
-        for loader in given:
+        for loader in ranks:
             for batch, info in loader.with_info():
                 for row in rows_of(batch, info, padding=True):
                     rows.setdefault(row.key, set()).add(row)

@@ -190,15 +190,15 @@ def test_counts_and_bytes(cache: Any) -> None:
 
 def test_waiting_times(cache: Any) -> None:
     loader = tc.Loader(cache.select("x"), 8, num_threads=1, prefetch_batches=2)
-    given = iter(loader)
-    next(given)
+    iterator = iter(loader)
+    next(iterator)
     first = loader.stats()
     assert (first.num_batches, first.data_waited_s) == (1, 0)
     loader.pause()  # the other two batches are ready
     began = time.perf_counter()
     time.sleep(0.01)  # training
     paused_s = time.perf_counter() - began
-    next(given)
+    next(iterator)
     second = loader.stats() - first
     assert second.num_batches == 1
     assert second.total_s >= second.data_waited_s >= paused_s

@@ -133,12 +133,12 @@ def test_the_last_epoch(cache: Any, options: dict[str, Any]) -> None:
     """It can be read, saved and resumed, also with the most passes that an epoch can have."""
     loader, resumed = (tc.Loader(cache, 4, collate="list", **options) for _ in range(2))
     loader.set_epoch((1 << 31) - 1)
-    given = iter(loader.with_info())
-    _, info = next(given)
+    iterator = iter(loader.with_info())
+    _, info = next(iterator)
     assert (len(info.keys), info.epoch) == (4, (1 << 31) - 1)
     resumed.load_state_dict(saved(loader))
     if "repeats" not in options:
-        assert len(list(given)) == len(loader) - 1
+        assert len(list(iterator)) == len(loader) - 1
         resumed.load_state_dict(saved(loader))
         assert resumed.epoch == 1 << 31
     assert len(next(iter(resumed))["i"]) == 4

@@ -65,21 +65,21 @@ def test_loops_that_are_left(cache: Any, more: Any, mode: str, kind: tuple[int, 
         assert saved(made) == saved(loader)
         assert keys(made) == keys(loader)
     iter(made)  # begins nothing
-    given = iter(made)
-    first = next(given)
+    iterator = iter(made)
+    first = next(iterator)
     state = made.state_dict()
     for duplicate in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert saved(duplicate) == saved(made)
         assert {info.epoch for _, info in duplicate.with_info()} == {made.epoch + 1}
-    rest = list(given)
+    rest = list(iterator)
     made.load_state_dict(state)
     iter(made)
     assert list(made) == rest
     assert list(loader) == [first, *rest]
-    given = iter(made)
-    next(given)
+    iterator = iter(made)
+    next(iterator)
     made.close()
-    assert list(given) == []
+    assert list(iterator) == []
     assert made.state_dict()["position"]["step"] == loader.state_dict()["position"]["step"] + 1
     made.close()
     assert len(list(made)) == len(made)
@@ -124,13 +124,13 @@ def test_weights_that_change(cache: Any, num_workers: int) -> None:
     """From the first step that no worker was asked for; a state has the new weights at once."""
     rows = np.eye(COUNT)
     made = tc.torch_loader(cache, 1, num_workers=num_workers, weights=rows[1], collate="list")
-    given, at = iter(made.with_info()), 3 if num_workers == 0 else 7
-    seen = [next(given)[1].indices.item() for _ in range(3)]
+    iterator, at = iter(made.with_info()), 3 if num_workers == 0 else 7
+    seen = [next(iterator)[1].indices.item() for _ in range(3)]
     assert made.set_weights(rows[7]) == at
     again = tc.Loader(cache, 1, weights=rows[1], collate="list")
     again.load_state_dict(saved(made))
     assert [info.indices.item() for _, info in again.with_info()] == [7] * (COUNT - 3)
-    assert seen + [info.indices.item() for _, info in given] == [1] * at + [7] * (COUNT - at)
+    assert seen + [info.indices.item() for _, info in iterator] == [1] * at + [7] * (COUNT - at)
 
 
 def set_number(worker: int) -> None:

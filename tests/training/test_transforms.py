@@ -260,10 +260,10 @@ def test_damage_in_a_transform_stays_damage(tmp_path: Any) -> None:
     write(path, [{"x": torch.zeros(1), "prompt": f"photo {i}"} for i in range(4)])
     path.write_bytes(path.read_bytes().replace(b"photo 2", b"phot\xff 2"))
     for made in (tc.Loader(tc.open(path), 1, transform=look), tc.torch_loader(tc.open(path), 1, transform=look)):
-        given = iter(made)
-        next(given), next(given)
+        iterator = iter(made)
+        next(iterator), next(iterator)
         with pytest.raises(tc.FormatError, match="02") as caught:
-            next(given)
+            next(iterator)
         assert caught.value.kind == "damaged"
         if hasattr(caught.value, "__notes__"):
             assert "look failed at step 2 of epoch 0" in caught.value.__notes__[0]

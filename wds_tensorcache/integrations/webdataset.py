@@ -48,11 +48,16 @@ def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Encoder:
         base: As for the writer's own `encoder` argument: True for webdataset's encoding by extension.
         allow: Classes to write besides the types that FORMAT.md lists.
 
+    Raises:
+        TypeError: `base` is a sample.
+
     Raises (when writing):
         EncodeError: A value cannot be represented.
         InvalidKeyError: Some reader of shards would misread a key, cache name or member name. A key that occurs twice is not
             detected, because an encoder does not know where shards begin.
     """
+    if isinstance(base, dict) and "__key__" in base:
+        raise TypeError("tc.encoder got a sample; pass it to the writer as encoder=tc.encoder()")
     return partial(_encode, make_encoder(base), tuple(allow))
 
 
@@ -148,7 +153,9 @@ class Decode:
     table: Mapping[tuple[str, str], type]
     handler: Handler
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: Any, *data: bytes) -> Any:
+        if data:
+            raise TypeError("tc.decode() is a stage, not a handler: pass .compose(tc.decode()) in place of .decode(…)")
         return self._decode(samples) if isinstance(samples, dict) else self._iterate(samples)
 
     def _iterate(self, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -158,9 +158,10 @@ class ResumablePipeline(IterableDataset[Any]):
 
     def _check_ranks(self) -> None:
         if len(self._urls) < self._world_size:
-            hint = "; the url of a folder ends with '/'" if len(self._urls) == 1 and is_remote(self._urls[0]) else ""
+            is_url = len(self._urls) == 1 and is_remote(self._urls[0])
+            hint = "the url of a folder ends with '/'" if is_url else "`tensorcache reshard` makes more, shorter shards"
             counts = f"{format_count(len(self._urls), 'shard')} for {self._world_size} ranks"
-            raise ValueError(f"{counts}: some ranks would have none{hint}")
+            raise ValueError(f"{counts}: some ranks would have none; {hint}")
         self._steps = self._count_steps(self._wanted_steps)
 
     def _find_rank(self) -> None:

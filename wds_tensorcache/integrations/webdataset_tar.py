@@ -59,6 +59,7 @@ def tarfile_to_samples(
 
     Raises:
         ValueError: `max_expanded_nbytes` is negative.
+        TypeError: `handler` is not a function.
 
     Raises (when iterating):
         FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
@@ -66,6 +67,9 @@ def tarfile_to_samples(
         OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote shard.
         ImportError: A remote url needs a package that is not installed; the message names the package.
     """
+    if not callable(handler):
+        problem = f"tc.tarfile_to_samples got {type(handler).__name__}, expected a function as handler"
+        raise TypeError(f"{problem}; as a stage of a pipeline, call it: tc.tarfile_to_samples()")
     return TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
 
 

@@ -124,7 +124,7 @@ def _open(source: Any, options: dict[str, Any]) -> TensorCache[Any]:
         return source
     if hasattr(source, "read_batch"):
         problem = f"source is a {type(source).__name__}, expected what tc.open takes, or the cache that it returns"
-        remedy = "write its samples into one cache with tc.ShardWriter: writer.write(key, tc.realize(source[key]))"
+        remedy = "write its samples as one cache: tc.build(source, lambda samples: samples, OUT, fingerprint=…)"
         raise TypeError(f"{problem}; {remedy}; or read each of its caches, and join the datasets with Dataset.join")
     check_options(read_ray, options, [name for name in inspect.signature(open).parameters if name != "source"])
     return open(source, **options)
