@@ -148,7 +148,7 @@ def _compare_samples(key: str, first: Any, second: Any) -> Iterator[Change]:
             yield from _compare_tensors(key, name, tensors[name], other_tensors[name])
         else:
             yield Change(key, name, f"is a tensor only in the {'first' if name in tensors else 'second'} cache")
-    for name, difference_text in _compare_values(first, second, tensors.keys() & others.keys()):
+    for name, difference_text in _compare_values(first, second, tensors.keys() & other_tensors.keys()):
         yield Change(key, name, difference_text)
 
 
