@@ -83,7 +83,9 @@ def values_by_column(batch: Any) -> dict[str, Any]:
     if isinstance(batch, pa.Table):
         # Ray's join leaves two tensors of one name, without a suffix
         if twice := {name for name in batch.column_names if batch.column_names.count(name) > 1}:
-            raise EncodeError(f"two columns have the name {min(twice)!r}; leave out one before a join, by read_ray(select=…)")
+            raise EncodeError(
+                f"two columns have the name {min(twice)!r}; leave out one before a join, by read_ray(select=…)"
+            )
         return {name: _arrow_values(name, batch.column(at)) for at, name in enumerate(batch.column_names)}
     if hasattr(batch, "items"):
         return {str(name): _values(column) for name, column in batch.items()}
