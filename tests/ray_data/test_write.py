@@ -165,6 +165,9 @@ def test_joined_rows(tmp_path: Path, suffixes: tuple[str, str]) -> None:
     sample = tc.realize(tc.ray.write_ray(ray.data.from_arrow(pa.table(columns)), tmp_path / "out")["k"])
     expected = {"x" + suffixes[0]: samples[0]["x"], "n": 1, "x_b": samples[1]["x"], "y": samples[1]["y"], "m": 2}
     assert_same(in_order(expected), in_order(sample))
+    table = tables[0].append_column("x", tables[1]["x"])  # as Ray 2.60 joins columns of tensors
+    with pytest.raises(tc.EncodeError, match="two columns have the name 'x'"):
+        tc.ray.ray_to_torch(table)
 
 
 def test_texts_and_bytes_in_one_column(tmp_path: Path) -> None:

@@ -74,8 +74,18 @@ def value_column(values: Sequence[Any], declared: str) -> Any:
 
 
 def values_by_column(batch: Any) -> dict[str, Any]:
-    """Return each column of a table, data frame, or dict as an array `[B, …]` or a list; raise TypeError for other batches."""
+    """Return each column of a table, data frame, or dict as an array `[B, …]` or a list.
+
+    Raises:
+        TypeError: The batch has another format.
+        EncodeError: Two columns have the same name.
+    """
     if isinstance(batch, pa.Table):
+        # Ray's join leaves two tensors of one name, without a suffix
+        if twice := {name for name in batch.column_names if batch.column_names.count(name) > 1}:
+            raise EncodeError(
+                f"two columns have the name {min(twice)!r}; leave out one before a join, by read_ray(select=…)"
+            )
         return {name: _arrow_values(name, batch.column(at)) for at, name in enumerate(batch.column_names)}
     if hasattr(batch, "items"):
         return {str(name): _values(column) for name, column in batch.items()}
