@@ -77,8 +77,7 @@ $(VENV)/demo: $(BIN)/python setup.cfg constraints/dev.txt
 	touch $@
 
 $(VENV)/dev: $(BIN)/python setup.cfg constraints/dev.txt
-	$(PIP) --no-compile --editable '.[dev,dali]'
-	-$(BIN)/python -m compileall -qq -j 2 $(VENV)/lib # pip uses one core; a few files need a newer Python
+	$(PIP) --editable '.[dev,dali]'
 	touch $@
 
 # Without their dependencies, which hold an older numpy, a torchvision (its builds fit one build of torch) and every cloud's client.
