@@ -93,7 +93,7 @@ def test_views_and_options(every_kind_cache: Path) -> None:
         with pytest.raises(TypeError, match="num_threads"):
             tc.ray.read_ray(cache, num_threads=1)
         joined = tc.join({"a": view, "b": view})
-        with pytest.raises(TypeError, match=r"JoinedCache.*tc\.build\(source, lambda samples: samples, OUT, .*\); or read each"):
+        with pytest.raises(TypeError, match=r"JoinedCache.*tc\.build\(source, lambda .*\); or read each"):
             tc.ray.read_ray(joined)
     with pytest.raises(TypeError, match="no_option"):
         tc.ray.read_ray(every_kind_cache, no_option=1)
