@@ -153,12 +153,12 @@ def test_keys_of_dicts(tmp_path: Path) -> None:
     """Keys of other types whose tensors have equal names, and a second name of one tensor."""
     x = torch.ones(2)
     samples = {"int": {1: x}, "bool": {1: "a"}, "tuple": {(1, 2): x}, "shared": {"a": x, "b": x}}
-    others = {"int": {"1": x}, "bool": {True: "a"}, "tuple": {(5,): x}, "shared": {"a": x}}
+    changed = {"int": {"1": x}, "bool": {True: "a"}, "tuple": {(5,): x}, "shared": {"a": x}}
     same = {"same": {1: x, (1, 2): x, "b": x}}
-    first, second = write(tmp_path / "a", samples | same), write(tmp_path / "b", others | same)
-    found = json_of("diff", first, second, status=1)
-    assert (found["num_equal"], found["num_changed"]) == (1, 4)
-    listed = [(change["name"], change["what"]) for change in found["changes"] if change["key"] in ("int", "shared")]
+    first, second = write(tmp_path / "a", samples | same), write(tmp_path / "b", changed | same)
+    report = json_of("diff", first, second, status=1)
+    assert (report["num_equal"], report["num_changed"]) == (1, 4)
+    listed = [(change["name"], change["what"]) for change in report["changes"] if change["key"] in ("int", "shared")]
     of_int, of_text = "is only in the first cache, with a key of type int", "is only in the second cache"
     assert listed == [("1", of_int), ("1", of_text), ("b", "is a tensor only in the first cache")]
 

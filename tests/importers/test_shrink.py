@@ -74,11 +74,11 @@ def test_views_of_one_element(tmp_path: Path) -> None:
     """A tensor of one element is contiguous with any stride."""
     (tmp_path / "in").mkdir()
     torch.save({"one": torch.ones(4)[::2][:1], "mask": torch.zeros(4)[::2][:1]}, tmp_path / "in" / "a.pt")
-    found, _ = imported(tmp_path / "in", tmp_path / "out", narrow=True, trim={"one": "mask"}, drop_padding=True)
-    assert found["a"]["one"].shape == (0,)
+    samples, _ = imported(tmp_path / "in", tmp_path / "out", narrow=True, trim={"one": "mask"}, drop_padding=True)
+    assert samples["a"]["one"].shape == (0,)
     torch.save({"one": torch.zeros(4)[::2][:1], "mask": torch.zeros(4)[::2][:1]}, tmp_path / "in" / "a.pt")
-    found, _ = imported(tmp_path / "in", tmp_path / "zero", trim={"one": "mask"})
-    assert found["a"]["one"].shape == (0,)
+    samples, _ = imported(tmp_path / "in", tmp_path / "zero", trim={"one": "mask"})
+    assert samples["a"]["one"].shape == (0,)
 
 
 MASKS = {"text.states": "text.mask"}

@@ -248,10 +248,10 @@ def test_an_image_of_equal_name_in_a_subfolder_has_its_own_text(tmp_path: Path) 
         if stem != "sub/b":
             (root / f"{stem}.txt").write_text(caption)
     write_backend(root, "set", {f"/data/{stem}.png": metadata(0) for stem in captions}, cache_dir_vae="vae")
-    found, report = imported(root, tmp_path / "out")
+    samples, report = imported(root, tmp_path / "out")
     assert report.ok
-    assert_same(expected, {name: found[name]["text"] for name in expected})
-    assert {name: sample["caption"] for name, sample in found.items()} == {
+    assert_same(expected, {name: samples[name]["text"] for name in expected})
+    assert {name: sample["caption"] for name, sample in samples.items()} == {
         f"vae/{stem}": [caption] for stem, caption in captions.items()
     }
 

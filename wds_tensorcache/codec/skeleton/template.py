@@ -250,15 +250,16 @@ def _find_call(value: Any) -> tuple[int, _Build] | None:
     if type(value) not in LISTED:
         return None
     module, name, list_arguments = LISTED[type(value)]
-    build: _Build = BUILDERS[module, name].build  # type: ignore[attr-defined]
-    arguments = list_arguments(value)
+    builder: Any = BUILDERS[module, name]
+    arguments, build = list_arguments(value), builder.build
     if type(value) is torch.Size:
         arguments, build = tuple(value), _build_size
     return (len(arguments), build) if arguments and all(type(item) in ATOM_WRITERS for item in arguments) else None
 
 
 def _build_size(sizes: tuple[Any, ...]) -> Any:
-    return BUILDERS["torch", "Size"].build((sizes,))  # type: ignore[attr-defined]
+    builder: Any = BUILDERS["torch", "Size"]
+    return builder.build((sizes,))
 
 
 def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
