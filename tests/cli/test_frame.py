@@ -5,12 +5,10 @@ from __future__ import annotations
 import configparser
 import os
 import re
-import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -322,31 +320,14 @@ def test_a_closed_stdin(server: Server, cache: Path, tmp_path: Path) -> None:
     assert result.out.endswith("without 0 samples\n")
 
 
-@contextmanager
-def _interrupted(server: Server, arguments: list[str], folder: Path, stdout: int) -> Iterator[None]:
-    """Start a command, run the body, and check that SIGINT ends it with status 130 and one line."""
-    with open(os.devnull) as null, Output() as errors:
-        process = server.start(arguments, (null.fileno(), stdout, errors.fileno), folder)
-        yield
-        process.interrupt()
-        assert (process.wait(), errors.read()) == (130, b"interrupted\n"), arguments
-
-
-def test_interrupted_while_it_writes(server: Server, large: Path) -> None:
-    for arguments in (["ls", "0.tar"], ["cat", "0.tar", "a", "x"]):
-        reading, writing = os.pipe()
-        with _interrupted(server, arguments, large, writing):
-            os.close(writing)
-            assert select.select([reading], [], [], 60)[0]  # it writes, and nobody reads
-        os.close(reading)
-
-
 def test_interrupted_while_a_server_stalls(server: Server, tmp_path: Path) -> None:
-    with HttpServer(tmp_path) as http, Output() as output:
+    with HttpServer(tmp_path) as http:
         http.script("cache.tar", {"stall_s": 3600, "times": -1})
-        with _interrupted(server, ["ls", f"{http.url}/cache.tar"], tmp_path, output.fileno):
+        with server.running("ls", f"{http.url}/cache.tar", cwd=tmp_path) as (process, said):
             while not http.log():
                 time.sleep(0.01)
+            process.interrupt()
+            assert (process.wait(), said.read()) == (130, b"interrupted\n")
 
 
 # --- heat maps and widths

@@ -66,17 +66,6 @@ def test_fingerprints_are_json_or_text(folder: Path, tmp_path: Path) -> None:
     assert list(map(repr, values)) == list(map(repr, texts.values()))
 
 
-def test_tensors_that_share_much_memory(tmp_path: Path) -> None:
-    """A small file may describe large tensors; `--trust` imports it."""
-    (tmp_path / "in").mkdir()
-    whole = torch.zeros(1 << 18)
-    torch.save({str(number): whole[:] for number in range(100)}, tmp_path / "in" / "views.pt")
-    assert "--trust" in run("import", tmp_path / "in", tmp_path / "out", status=1).stderr
-    run("import", tmp_path / "in", tmp_path / "out", "--trust", "--resume")
-    with tc.open(tmp_path / "out") as cache:
-        assert cache.describe().nbytes == 100 << 20
-
-
 def test_imports_of_several_folders_are_one_cache(tmp_path: Path) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()

@@ -76,20 +76,6 @@ def test_forked_children_begin_their_own_threads(cache: Any) -> None:
     assert request(source, 0, 1)[0].tolist() == [2, 3]
 
 
-def test_epochs_and_abandoned_loops(cache: Any) -> None:
-    def begun(**options: Any) -> Any:
-        return dali_plugin.TensorCacheIterator(
-            pipeline(lambda: dali_plugin.fn.tensorcache(cache, ["scalar"], shuffle=True, **options), 3)
-        )
-
-    found, expected = begun(num_threads=3, prefetch_batches=7), begun(num_threads=0)
-    for iterator in (found, expected):
-        next(iter(iterator))  # the loop is abandoned here, and continued below
-    for _ in range(3):
-        numbers = [batch["id"].tolist() for batch in found]
-        assert numbers == [batch["id"].tolist() for batch in expected]
-
-
 @pytest.mark.parametrize("nodes", ["tensorcache", "native_reader"])
 @pytest.mark.parametrize("depth", [1, 4])
 def test_reset_begins_an_epoch_only_after_the_last_batch(cache: Any, nodes: str, depth: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,27 +57,7 @@ def test_a_small_stream_with_a_large_skeleton(tmp_path: Path, kind: str, read: A
     assert all(part in text for part in (path.name, "0.skel.pyd", "4,000,006 bytes", "max_expanded_nbytes="))
 
 
-@pytest.mark.parametrize("name", ["0.pyd", "0.PKL", "0.pickle", "0.pth"])
-def test_a_small_stream_with_a_large_pickle(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "a.tar.gz"
-    path.write_bytes(gzip.compress(tar_of((name, EMPTY_SETS))))
-    assert name in refused(stream, path)
-    assert name in refused(stream, f"pipe:cat {path}")
-
-
-@pytest.mark.parametrize("name", ["0.pyd.gz", "0.pkl.gz", "0.pickle.gz"])
-def test_a_small_member_with_a_large_pickle(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_of((name, gzip.compress(EMPTY_SETS))))
-    text = refused(stream, path)
-    assert "max_expanded_nbytes=" in text
-    assert "4,000,006 bytes" in text
-    small = pickle.dumps(list(range(1000)))
-    path.write_bytes(tar_of((name, gzip.compress(small))))
-    assert stream(path)[0][name[2:]] == list(range(1000))
-
-
-OBJECTS = {
+OBJECTS = dict.fromkeys(["pyd", "PKL", "pickle"], EMPTY_SETS) | {
     "json": b"[" + b"{}," * 4_000_000 + b"0]",
     "jsn": b"[" + b"[]," * 4_000_000 + b"0]",
     "mp": b"\xdd" + (12_000_000).to_bytes(4, "big") + b"\x80" * 12_000_000,
@@ -87,7 +66,7 @@ OBJECTS = {
 
 
 @pytest.mark.parametrize("kind", OBJECTS)
-def test_objects_of_other_kinds(tmp_path: Path, kind: str) -> None:
+def test_small_streams_and_members_with_large_objects(tmp_path: Path, kind: str) -> None:
     """Such 12 KB took 340 MB as JSON, and 880 MB as MessagePack."""
     path = tmp_path / "a.tar"
     inside, outside = (f"0.{kind}.gz", gzip.compress(OBJECTS[kind])), (f"0.{kind}", OBJECTS[kind])
@@ -95,6 +74,7 @@ def test_objects_of_other_kinds(tmp_path: Path, kind: str) -> None:
         path.write_bytes(content)
         assert path.stat().st_size < 100_000
         assert "max_expanded_nbytes=" in refused(stream, path)
+    assert "max_expanded_nbytes=" in refused(stream, f"pipe:cat {path}")
 
 
 @pytest.mark.parametrize(("kind", "members"), [("gz", 1), ("gz", 200), ("bz2", 200), ("xz", 200)])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import wds_tensorcache as tc
-from tests.hostile.forged import READERS, by_stream, put
+from tests.hostile.forged import by_stream, put
 from tests.hostile.pickles import NO_TENSORS, call, fetch, text
 
 GADGETS = """
@@ -127,11 +126,3 @@ def test_other_members(tmp_path: Path, suffix: str, zipped: bool) -> None:
         member = {f"a.{suffix}.gz": gzip.compress(raw)} if zipped else {f"a.{suffix}": raw}
         with pytest.raises(tc.FormatError, match="x.tar: sample 'a'"):
             by_stream(put(tmp_path / "x.tar", member | {"a.txt": b"text"}))
-
-
-@pytest.mark.parametrize("reader", ["samples", "batch", "stream"])
-def test_in_shards(tmp_path: Path, reader: str) -> None:
-    raw = b"\x80\x04" + call(HERE, "sentinel", b")") + b"."
-    path = put(tmp_path / "x.tar", {"a.skel.pyd": raw, "a.safetensors": struct.pack("<Q", 2) + b"{}"})
-    with pytest.raises(tc.UnsafeSkeletonError, match="x.tar: sample 'a'.*sentinel' ?, which is not allowed"):
-        READERS[reader](path)

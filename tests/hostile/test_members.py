@@ -185,6 +185,7 @@ GOOD = {
     "json": json.dumps({"a": [1, None, 2.5]}).encode(),
     "txt": "né".encode(),
     "cls": b"7",
+    "pkl": pickle.dumps(list(range(1000))),
 }
 
 

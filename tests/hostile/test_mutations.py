@@ -107,22 +107,18 @@ def test_any_opcodes(body: bytes, allow: bool) -> None:
 # --- shards ---
 
 
-def _shard() -> tuple[bytes, list[bytes], list[tuple[int, int]], int]:
-    """Return a shard, the members of each of its samples, the places that no digest covers, and the end of the archive."""
+def _shard() -> tuple[bytes, list[bytes]]:
+    """Return a shard, and the members of its samples."""
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "x.tar", text=True)
         shard, index = path.read_bytes(), tc.write_index(path, dali_index=False)
     (cache,) = index.caches.values()
     skeletons = list(zip(cache.skeleton_begin.tolist(), cache.skeleton_nbytes.tolist(), strict=True))
     tensors = list(zip(cache.tensors_begin.tolist(), index.layouts.nbytes[cache.layout].tolist(), strict=True))
-    members = [shard[begin : begin + nbytes] for begin, nbytes in (*skeletons, *tensors)]
-    header = int(index.layouts.data_begin[0])
-    unverified = [(begin + 33, begin + nbytes) for begin, nbytes in skeletons]
-    unverified += [(begin + header, begin + nbytes) for begin, nbytes in tensors]
-    return shard, members, unverified, index.end
+    return shard, [shard[begin : begin + nbytes] for begin, nbytes in (*skeletons, *tensors)]
 
 
-SHARD, MEMBERS, UNVERIFIED, END = _shard()
+SHARD, MEMBERS = _shard()
 KINDS = ["flip", "flip", "delete", "repeat", "zero", "swap", "cut"]
 PLACES = st.one_of(st.integers(0, len(SHARD) - 1), st.integers(0, len(SHARD) // 512 - 1).map(lambda at: at * 512))
 LENGTHS = st.one_of(st.integers(1, 700), st.sampled_from([512, 1024, 2048, 3072, 4096]))
@@ -193,15 +189,3 @@ def test_open(change: tuple[str, int, int, int]) -> None:
                 assert bool((batch["x"] == number).all())
             elif not is_right(sample, number):
                 assert not tc.verify(path).ok
-
-
-def test_nothing_is_refused_that_was_not_changed(tmp_path: Path) -> None:
-    """Otherwise the other tests here would pass for any change."""
-    path = tmp_path / "x.tar"
-    for content in (SHARD, SHARD[: END + 1024]):
-        path.write_bytes(content)
-        found = read_all(path)
-        assert [key for key, *_ in found] == [f"k{i}" for i in range(COUNT)]
-        assert all(is_right(sample, i) and bool((batch["x"] == i).all()) for i, (_, sample, batch) in enumerate(found))
-        streamed = by_stream(path, verify=True, only="none")
-        assert [is_right(one["tensorcache"], i) for i, one in enumerate(streamed)] == [True] * COUNT

@@ -10,7 +10,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.hostile.forged import READERS, by_samples, by_stream, header, put
-from tests.hostile.pickles import PROTO, little_memory, reference
+from tests.hostile.pickles import PROTO, fetch, little_memory, reference
 from tests.shards.tars import build, build_with_tarfile, halves, pax, raw_header, record
 
 X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -31,6 +31,7 @@ DECODED: dict[str, tuple[bytes, bytes]] = {
     "text beyond Unicode": (refer("ndarray:x?dtype=U1"), header({"x": WIDE}, b"\0\0\x11\0")),
     # numpy divides by such units, and the process dies
     "units of zero": (refer("ndarray:x?dtype=datetime64[0s]"), header({"x": DAYS}, bytes(8))),
+    "a callable": (PROTO + fetch("os", "system") + b")R.", header({}, b"")),
     "no skeleton": (b"", header({"x": X})),
 }
 
@@ -42,11 +43,23 @@ def refused(path: Path, reader: str) -> tc.TensorCacheError:
     return caught.value
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_a_header(tmp_path: Path, reader: str) -> None:
-    """All that open a shard refuse it; `test_headers` has other headers."""
-    path = put(tmp_path / "x.tar", {"a.skel.pyd": SKELETON, "a.safetensors": header({"x": X}, length=1 << 63)})
-    assert "'a'" in str(refused(path, reader))
+ONE, TWO = (tc.encode_sample(torch.full((3,), i)) for i in range(2))
+# What all that open a shard refuse; `test_headers` has other headers.
+OPENED: dict[str, tuple[dict[str, bytes], str]] = {
+    "a header": ({"a.skel.pyd": SKELETON, "a.safetensors": header({"x": X}, length=1 << 63)}, "'a'"),
+    "halves of two samples": ({"a.skel.pyd": ONE[0], "a.safetensors": TWO[1]}, "do not belong together"),
+    "a skeleton alone": ({"a.skel.pyd": ONE[0]}, "is missing, but"),
+    "tensors alone": ({"a.safetensors": ONE[1]}, "is missing, but"),
+    "tensors of a named cache alone": ({"a.name.safetensors": ONE[1]}, "is missing, but"),
+}
+
+
+@pytest.mark.parametrize("what", OPENED)
+def test_samples_that_are_refused_when_a_shard_is_opened(tmp_path: Path, what: str) -> None:
+    members, message = OPENED[what]
+    path = put(tmp_path / "x.tar", members)
+    for reader in READERS:
+        assert message in str(refused(path, reader))
 
 
 @pytest.mark.parametrize("what", DECODED)
@@ -57,23 +70,10 @@ def test_skeletons_and_tensors(tmp_path: Path, what: str) -> None:
         if what == "no skeleton":
             assert "'a'" in str(refused(path, reader))
         else:
-            with pytest.raises(tc.FormatError, match="other than 0 and 1|Unicode|code point|not stored as I64"):
+            with pytest.raises(
+                tc.FormatError, match="other than 0 and 1|Unicode|code point|not stored as I64|system.*not allowed"
+            ):
                 READERS[reader](path)
-
-
-def test_halves_of_two_samples(tmp_path: Path) -> None:
-    one, two = (tc.encode_sample(torch.full((3,), i)) for i in range(2))
-    path = put(tmp_path / "x.tar", {"a.skel.pyd": one[0], "a.safetensors": two[1]})
-    for reader in READERS:
-        assert "do not belong together" in str(refused(path, reader))
-
-
-@pytest.mark.parametrize("there", ["skel.pyd", "safetensors", "NAME.safetensors"])
-def test_half_a_sample(tmp_path: Path, there: str) -> None:
-    skeleton, tensors = tc.encode_sample(torch.ones(3))
-    path = put(tmp_path / "x.tar", {f"a.{there.lower()}": skeleton if there == "skel.pyd" else tensors})
-    for reader in READERS:
-        assert "is missing, but" in str(refused(path, reader))
 
 
 @pytest.mark.parametrize("again", ["a.skel.pyd", "a.SKEL.PYD", "a.safetensors", "a.txt"])

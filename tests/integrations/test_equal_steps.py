@@ -66,15 +66,6 @@ def test_each_rank_has_the_same_steps(folder: str, steps: Any, world_size: int) 
             assert count(stream) == [2] * length
 
 
-@pytest.mark.parametrize(("rank", "num_workers", "world_size"), [(0, 1, 5), (0, 2, 3), (1, 3, 2), (0, 4, 1), (1, 4, 5)])
-def test_workers_share_the_steps_of_their_rank(folder: str, rank: int, num_workers: int, world_size: int) -> None:
-    stream = pipeline(folder, 7, rank, world_size)
-    loader = DataLoader(stream, batch_size=None, num_workers=num_workers)
-    assert len(loader) == 7
-    for _ in range(2):
-        assert count(loader) == [2] * 7
-
-
 @pytest.mark.parametrize(
     ("stages", "options"), [((), {}), ((), {"collate": list}), ((wds.to_tuple("cls", "__position__"),), {})]
 )
@@ -155,10 +146,6 @@ def test_wrong_use_says_what_to_do(
     monkeypatch.chdir(folder)
     with pytest.raises(ValueError, match=message):
         tc.ResumablePipeline(**({"urls": folder} | options))
-
-
-def test_batches_without_steps(folder: str) -> None:
-    assert count(pipeline(folder, None)) == [2] * 21 + [1]
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.hostile.test_pth import saved
+from tests.hostile.test_pth import decoded, saved
 from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
@@ -35,16 +35,12 @@ ARRAYS = {
 }
 
 
-def decode(raw: bytes, kind: str = "pkl", **options: Any) -> Any:
-    return tc.decode(**options)({"__key__": "k", "__url__": "s.tar", kind: raw})[kind]
-
-
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("name", ARRAYS)
 def test_arrays(protocol: int, name: str) -> None:
     array = ARRAYS[name]
     raw = pickle.dumps({"x": array, "again": [array, array.copy()], "n": 1}, protocol)
-    found, expected = decode(raw), pickle.loads(raw)
+    found, expected = decoded(raw, "pkl"), pickle.loads(raw)
     assert found["x"] is found["again"][0]
     for left, right in ((expected["x"], found["x"]), (expected["again"][1], found["again"][1])):
         assert (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
@@ -68,7 +64,7 @@ def test_plain_values(protocol: int) -> None:
     shared: list[Any] = ["x" * 300]
     value.append([shared, (shared, (1, 2, 3, 4)), shared])
     for kind, raw in (("pkl", pickle.dumps(value, protocol)), ("pth", saved(value, pickle_protocol=protocol))):
-        found = decode(raw, kind)
+        found = decoded(raw, kind)
         assert repr(found) == repr(value)
         assert [list(map(type, each)) for each in found[2:]] == [list(map(type, each)) for each in value[2:]]
         assert [each.default_factory for each in found[2]] == [None, list, str, int, set]
@@ -101,7 +97,7 @@ UNSAFE = {
 def test_unsafe_pickles_are_refused(value: Any, protocol: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(tc.UnsafeSkeletonError, match=r"handle_extension\('pkl', …\)"):
-        decode(pickle.dumps([1, value], protocol))
+        decoded(pickle.dumps([1, value], protocol), "pkl")
     assert not Path("hacked").exists()
 
 
@@ -149,7 +145,7 @@ BAD = {
 def test_bad_states(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(tc.FormatError):
-        decode(pickle.dumps(value))
+        decoded(pickle.dumps(value), "pkl")
     assert not Path("hacked").exists()
 
 
@@ -177,7 +173,7 @@ def test_bad_states(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_bad_opcodes(opcodes: bytes) -> None:
     with pytest.raises(tc.FormatError):
-        decode(b"\x80\x02" + opcodes)
+        decoded(b"\x80\x02" + opcodes, "pkl")
 
 
 VALUE = {"x": [torch.randn(4, 6).t()[1:], torch.zeros(0)], "text": "a", "array": np.arange(3)}

@@ -39,24 +39,6 @@ def test_round_trip(shard: str) -> None:
     assert isinstance(samples[0]["tensorcache"]["latent"]["samples"], torch.Tensor)
 
 
-def test_compose_map_and_webdataset(shard: str) -> None:
-    for dataset in (
-        wds.WebDataset(shard, shardshuffle=False).compose(tc.decode()),
-        wds.WebDataset(shard, shardshuffle=False).map(tc.decode()),
-    ):
-        samples = list(dataset)
-        assert len(samples) == 10
-        assert_same(diffusion_sample(3), samples[3]["tensorcache"])
-
-
-def test_several_caches_in_a_sample(write_shard: Any) -> None:
-    path = write_shard([{"__key__": "a/b", "tensorcache": 1, "text-2.tensorcache": {"x": torch.ones(2)}, "cls": 7}])
-    (sample,) = read(path)
-    assert sample["tensorcache"] == 1
-    assert torch.equal(sample["text-2.tensorcache"]["x"], torch.ones(2))
-    assert sample["cls"] == 7
-
-
 def test_other_members_are_decoded_as_webdataset_does(write_shard: Any) -> None:
     image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     sample = {"png": image, "json": {"a": [1]}, "txt": "né", "pyd": {"a": (1, {2})}, "bin": b"raw"}

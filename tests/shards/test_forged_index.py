@@ -14,7 +14,7 @@ import wds_tensorcache as tc
 from tests.cli.command import run
 from tests.reading.batches import write as write_samples
 from tests.shards import damage
-from tests.shards.footers import U8, U64, Change, end_of, forge, forge_names, put, replace
+from tests.shards.footers import U8, U64, Change, end_of, forge, forge_names, put, rename, replace
 
 
 def write(path: Path) -> Path:
@@ -62,16 +62,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_impossible_arrays_are_refused_at_once(tmp_path: Path, kind: str) -> None:
-    path = write(tmp_path / "x.tar")
-    change, message = REFUSED[kind]
-    forge(path, change)
-    with pytest.raises(tc.FormatError, match=f"x.tar: .*({message})"):
-        tc.open(path)
-
-
-@pytest.mark.parametrize("changes", [
+NAMES: list[dict[str, Any]] = [
     {"caches": 5}, {"caches": [[]]}, {"caches": ["Ä"]}, {"caches": ["", ""]}, {"caches": ["", "a"]}, {"caches": None},
     {"members": [5]}, {"members": ["txt", "gif"]}, {"members": ["TXT"]}, {"members": ["\ud800"]},
     {"forms": 5}, {"forms": []}, {"forms": [[["x", "U8"]]]}, {"forms": [[["x", [], 2]]]}, {"forms": [[["x", "U9", 2]]]},
@@ -80,19 +71,18 @@ def test_impossible_arrays_are_refused_at_once(tmp_path: Path, kind: str) -> Non
     {"references": []}, {"references": [["tenxor:x"]]}, {"references": [["tensor:y"]]},
     {"further": []}, {"further": [[["x", "x"]]]}, {"further": [[["y", "z"]]]}, {"further": [[[1, "x"]]]},
     {"further": [[["y", "x"], ["y", "x"]]]}, {"fingerprint": 5},
-], ids=str)  # fmt: skip
-def test_impossible_names_are_refused_at_once(tmp_path: Path, changes: dict[str, Any]) -> None:
-    path = write(tmp_path / "x.tar")
-    forge_names(path, **changes)
-    with pytest.raises(tc.FormatError, match=r"x\.tar: .*index"):
-        tc.open(path)
+]  # fmt: skip
+REFUSED |= {f"{names}": (rename(**names), "index") for names in NAMES}
+TEXTS = [b"", b"\xff", b"[" * 100_000, b"[]", b"null", b"{}"]
+REFUSED |= {f"{text[:9]!r}": (replace(names=np.frombuffer(text, U8)), "the index") for text in TEXTS}
 
 
-@pytest.mark.parametrize("text", [b"", b"\xff", b"[" * 100_000, b"[]", b"null", b"{}"], ids=lambda text: str(text[:9]))
-def test_names_that_are_not_a_dict_are_refused_at_once(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize("kind", REFUSED)
+def test_impossible_arrays_and_names_are_refused_at_once(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path / "x.tar")
-    forge(path, replace(names=np.frombuffer(text, U8)))
-    with pytest.raises(tc.FormatError, match=r"x\.tar: .*the index"):
+    change, message = REFUSED[kind]
+    forge(path, change)
+    with pytest.raises(tc.FormatError, match=f"x.tar: .*({message})"):
         tc.open(path)
 
 

@@ -133,17 +133,3 @@ def test_every_start(tmp_path: Path, kind: int) -> None:
         assert keys_and_texts(next(samples) for _ in range(at)) == whole[:at]
         second.load_state_dict(first.state_dict())
         assert keys_and_texts(second) == whole[at:]
-
-
-def test_offsets_in_errors_count_from_the_beginning_of_the_tar(tmp_path: Path) -> None:
-    path = tmp_path / "x.tar"
-    path.write_bytes(tar_of(tarfile.GNU_FORMAT)[:20_000])
-    first, second = tc.ResumablePipeline([path]), tc.ResumablePipeline([path])
-    samples = iter(first)
-    for _ in range(3):
-        next(samples)
-    second.load_state_dict(first.state_dict())
-    with pytest.raises(tc.FormatError) as error:
-        list(second)
-    assert error.value.offset is not None
-    assert error.value.offset > 10_000
