@@ -23,17 +23,8 @@ _FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
 ).split()
 _TIMEOUT_S = 30
-_CODES = {
-    "/": ("Slash", 191),
-    "Enter": ("Enter", 13),
-    "Escape": ("Escape", 27),
-    "Home": ("Home", 36),
-    "End": ("End", 35),
-}
-_CODES |= {
-    f"Arrow{way}": (f"Arrow{way}", code)
-    for way, code in zip(("Left", "Up", "Right", "Down"), range(37, 41), strict=True)
-}
+_CODES = {"/": ("Slash", 191), "Enter": ("Enter", 13), "Escape": ("Escape", 27)}
+_CODES |= {f"Arrow{way}": (f"Arrow{way}", code) for code, way in enumerate(("Left", "Up", "Right", "Down"), 37)}
 
 
 def chromium() -> str:

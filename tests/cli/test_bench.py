@@ -43,9 +43,8 @@ def test_rates(cache: Path) -> None:
         nbytes = sum(tensor.nbytes for tensor in opened.schema.values())
     assert (report["num_samples"], report["num_used"], report["batch_size"]) == (25, 25, 4)
     assert report["nbytes_used"] == nbytes
-    assert [(rate["name"], rate["num_threads"]) for rate in report["rates"]] == list(
-        zip(NAMES, [1, 3, 3, 3], strict=True)
-    )
+    threads = list(zip(NAMES, [1, 3, 3, 3], strict=True))
+    assert [(rate["name"], rate["num_threads"]) for rate in report["rates"]] == threads
     for rate in report["rates"]:
         assert len(rate["rounds"]) == 3
         assert sorted(rate["rounds"])[1] == rate["nbytes_per_s"] > 0
@@ -56,10 +55,8 @@ def test_rates(cache: Path) -> None:
     for name in NAMES:
         (line,) = [line for line in lines if line.startswith(name)]
         assert re.fullmatch(rf"{name} +1 +[0-9.e-]+ +[0-9,]+ +█+", line)
-    for sentence in (report["limit"], lines[-1]):
-        assert re.fullmatch(
-            r"The limit here is (reading itself|the work for each sample|putting samples).*\.", sentence
-        )
+    for text in (report["limit"], lines[-1]):
+        assert re.fullmatch(r"The limit here is (reading itself|the work for each sample|putting samples).*\.", text)
     assert said.stderr == ""
 
 

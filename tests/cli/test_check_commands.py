@@ -28,13 +28,10 @@ def damage(shard: Path) -> None:
     shard.write_bytes(raw)
 
 
-def test_an_intact_cache(folder: Path) -> None:
+def test_intact_and_damaged_caches(folder: Path, tmp_path: Path) -> None:
     assert run("verify", folder).stdout.startswith("3 shards, 6 samples,")
     report = json_of("verify", folder, "--threads", 1)
     assert (report["ok"], report["num_samples"], report["faults"]) == (True, 6, [])
-
-
-def test_a_damaged_cache(folder: Path, tmp_path: Path) -> None:
     damage(folder / "000001.tar")
     assert "000001.tar: sample 'k2'" in run("verify", folder, status=1).stdout
     (fault,) = json_of("verify", folder, status=1)["faults"]
@@ -79,11 +76,8 @@ def test_index_refuses_files_that_are_no_tars(folder: Path, tmp_path: Path, cont
 
 def test_drop(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("k5\nk0\n")
-    assert json_of("drop", folder, tmp_path / "out", "k3", "--keys-from", tmp_path / "keys")["dropped"] == [
-        "k0",
-        "k3",
-        "k5",
-    ]
+    said = json_of("drop", folder, tmp_path / "out", "k3", "--keys-from", tmp_path / "keys")
+    assert said["dropped"] == ["k0", "k3", "k5"]
     assert list(tc.open(tmp_path / "out").keys()) == ["k1", "k2", "k4"]
     run("drop", folder, tmp_path / "more", "--keys-from", "-", stdin="\ufeffk1\r\n\nk2")
     with tc.open(tmp_path / "more") as cache:
@@ -96,12 +90,9 @@ def test_drop(folder: Path, tmp_path: Path) -> None:
 
 def test_files_that_are_no_keys(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"k1\n\xff\n")
-    for path, message in {
-        tmp_path / "keys": "invalid start byte",
-        tmp_path / "nowhere": "No such file",
-        tmp_path: "Is a directory",
-    }.items():
-        assert message in run("drop", folder, tmp_path / "out", "--keys-from", path, status=2).stderr
+    messages = {"keys": "invalid start byte", "nowhere": "No such file", ".": "Is a directory"}
+    for name, message in messages.items():
+        assert message in run("drop", folder, tmp_path / "out", "--keys-from", tmp_path / name, status=2).stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -227,9 +227,7 @@ def test_hostile_arguments(run: Run, hostile: Path) -> None:
         assert "\nforged" not in found.err
 
 
-def test_a_member_that_is_not_text_stays_off_the_terminal(
-    on_terminal: Run, run: Run, cache: Path, hostile: Path
-) -> None:
+def test_what_is_not_text_stays_off_the_terminal(on_terminal: Run, run: Run, cache: Path, hostile: Path) -> None:
     for arguments in (
         ["cat", cache, KEY, "latents"],
         ["cat", cache, KEY, "--member", "jpg"],
@@ -276,21 +274,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_closed_pipe(server: Server, large: Path) -> None:
     """Each command ends quietly, with the status that a shell shows for SIGPIPE."""
-    for arguments in (
-        ["ls", "0.tar"],
-        ["ls", "0.tar", "--json"],
-        ["show", "0.tar", "a"],
-        ["cat", "0.tar", "a", "x", "--as", "raw"],
-        ["--help"],
-        ["ls", "nowhere"],
-    ):
+    for line in ("ls 0.tar", "ls 0.tar --json", "show 0.tar a", "cat 0.tar a x --as raw", "--help", "ls nowhere"):
         reading, writing = os.pipe()
         os.close(reading)
-        is_wrong = "nowhere" in arguments  # both outputs are closed
         with open(os.devnull) as null:
-            process = server.start(arguments, (null.fileno(), writing, writing if is_wrong else null.fileno()), large)
+            errors = writing if "nowhere" in line else null.fileno()  # both outputs are closed
+            process = server.start(line.split(), (null.fileno(), writing, errors), large)
         os.close(writing)
-        assert process.wait() == 141, arguments
+        assert process.wait() == 141, line
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

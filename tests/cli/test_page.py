@@ -32,13 +32,10 @@ def test_the_page_shows_what_commands_print(
     monkeypatch.chdir(tmp_path)
     exec(block[1], {})
     consoles = re.findall(r"^```console\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    commands = [
-        found
-        for text in consoles
-        for found in re.findall(r"^\$ tensorcache (.*)\n((?:[^$].*\n|\n)*)", text, re.MULTILINE)
-    ]
+    command = r"^\$ tensorcache (.*)\n((?:[^$].*\n|\n)*)"
+    commands = [shown for text in consoles for shown in re.findall(command, text, re.MULTILINE)]
     assert len(commands) >= 4
-    for command, expected in commands:
-        found = run(*command.split())
+    for arguments, expected in commands:
+        found = run(*arguments.split())
         assert (found.status, found.err) == (0, "")
-        assert found.out == expected, command
+        assert found.out == expected, arguments

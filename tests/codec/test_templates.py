@@ -215,11 +215,7 @@ def test_results_share_nothing() -> None:
         {"long": "x" * 300, "n": -70_000, "f": 2.5, "b": b"raw"},
         {"same": ["ab", "ab", {"gh": "cd", "ef": "cd"}]},
         {"e": [[], {}, ()]},
-        {
-            "score": np.float32(1.5),
-            "size": torch.Size([3, 400]),
-            "made": [datetime(2020, 1, 2), np.datetime64(5, "25s")],
-        },
+        {"x": np.float32(1.5), "size": torch.Size([3, 400]), "made": [datetime(2020, 1, 2), np.datetime64(5, "25s")]},
         {"layers": {0: 1, 500: {-1: (2, "two")}}, 1: 3},
         {"twice": [ONE, ONE], "ids": (uuid.UUID(int=1 << 90), Decimal("0.1"), slice(None, 5), 1j), "text": "0.2"},
     ],

@@ -145,32 +145,21 @@ def test_joined_caches_and_views_with_repeated_samples(cache: Any, tmp_path: Pat
 
 def test_mistakes(cache: Any) -> None:
     tensorcache, iterator = dali_plugin.fn.tensorcache, dali_plugin.TensorCacheIterator
+    external = dali.fn.external_source
     source = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=6)
     others = dali_plugin.TensorCacheSource(cache, ["scalar"], batch_size=4)
     for nodes, error, message in (
         (lambda: tensorcache(others), ValueError, "batches of 4 for a pipeline of batch_size=6"),
         (lambda: tensorcache(cache, batch_size=3), ValueError, "batches of 3 for a pipeline of batch_size=6"),
         (lambda: tensorcache(cache, device="cuda"), ValueError, "device='cuda', expected 'cpu' or 'gpu'"),
-        (
-            lambda: (*tensorcache(cache), *tensorcache(cache)),
-            ValueError,
-            "already reads a cache; to read several, join",
-        ),
+        (lambda: (*tensorcache(cache), *tensorcache(cache)), ValueError, "reads a cache; to read several, join"),
         (lambda: tensorcache(source, ["scalar"]), TypeError, "has its tensors, members and options already"),
         (lambda: tensorcache(source, shuffle=True), TypeError, "has its tensors, members and options already"),
         (lambda: tensorcache(cache, layouts={"y": "CHW"}), KeyError, "unknown tensor of this source 'y'"),
+        (lambda: dali_plugin.fn.native_reader(cache, ["scalar"]), ValueError, "pass names of tensors as tensors="),
+        (lambda: tuple(external(source, num_outputs=2)), TypeError, "int, not BatchInfo; .*batch_info=True"),
         (
-            lambda: dali_plugin.fn.native_reader(cache, ["scalar"]),
-            ValueError,
-            "pass names of tensors as tensors=",
-        ),
-        (
-            lambda: tuple(dali.fn.external_source(source, num_outputs=2)),
-            TypeError,
-            "int, not BatchInfo; .*batch_info=True",
-        ),
-        (
-            lambda: tuple(dali.fn.external_source(source, num_outputs=2, batch=False)),
+            lambda: tuple(external(source, num_outputs=2, batch=False)),
             TypeError,
             "SampleInfo, not BatchInfo; .*batch=True",
         ),

@@ -71,7 +71,7 @@ def test_skeletons_and_tensors(tmp_path: Path, what: str) -> None:
             assert "'a'" in str(refused(path, reader))
         else:
             with pytest.raises(
-                tc.FormatError, match="other than 0 and 1|Unicode|code point|not stored as I64|system.*not allowed"
+                tc.FormatError, match="other than 0 and 1|Unicode|not stored as I64|system.*not allowed"
             ):
                 READERS[reader](path)
 

@@ -50,18 +50,11 @@ def write_hostile(folder: Path) -> None:
     deep: Any = [0]
     for _ in range(40):
         deep = [deep, deep]
-    with tc.ShardWriter(
-        f"{folder}/a-%05d.tar", fsync=False, fingerprint={"<b>": EVIL[:60], "x": {"y": ["</script>"]}}
-    ) as sink:
+    fingerprint = {"<b>": EVIL[:60], "x": {"y": ["</script>"]}}
+    with tc.ShardWriter(f"{folder}/a-%05d.tar", fsync=False, fingerprint=fingerprint) as sink:
         sink.write(tc.safe_key(EVIL[:17]), {EVIL: torch.randn(4, 8, 8), "prompt": EVIL, "q": {'"><svg onload=x>': 1}})
-        large = {
-            "prompt": "<i></script>" * 100_000,
-            "int": 10**5000,
-            "bytes": b"\xff" * 1_000_000,
-            "cycle": cycle,
-            "deep": deep,
-        }
-        sink.write("large", {**large, "t": torch.full((4, 16, 16), float("nan"))})
+        large = {"prompt": "<i></script>" * 100_000, "int": 10**5000, "bytes": b"\xff" * 1_000_000, "cycle": cycle}
+        sink.write("large", {**large, "deep": deep, "t": torch.full((4, 16, 16), float("nan"))})
         inf = {"t": torch.full((4, 16, 16), float("inf")), "u": torch.tensor(float("-inf")), "z": torch.zeros(0)}
         sink.write("inf", {**inf, "zz": torch.zeros(3, 0, 5), "zzz": torch.zeros(0, 8, 8)})
         dtypes = {f"d{i}": torch.rand(4, 12, 12).to(dtype) for i, dtype in enumerate(FLOATS + _OTHERS)}

@@ -209,11 +209,5 @@ def test_values_as_text(tmp_path: Path) -> None:
     assert len(card["text"]) == 8000 - 2
     write(f"{tmp_path}/%05d.tar", {"a": values | {"prompt": "x"}}, overwrite=True)
     (card,) = view(tmp_path)[0]["samples"]
-    assert dict(card["values"]) == {
-        "cycle": "[[[[[…]]]]]",
-        "text": "a\nb\tc\\x00",
-        "one": "(1,)",
-        "set": "[{1}]",
-        "bytes": "b'\\xff'",
-        "int": "an int of 16,610 bits",
-    }
+    shown = {"cycle": "[[[[[…]]]]]", "text": "a\nb\tc\\x00", "one": "(1,)", "set": "[{1}]", "bytes": "b'\\xff'"}
+    assert dict(card["values"]) == shown | {"int": "an int of 16,610 bits"}

@@ -61,9 +61,11 @@ def count(loader: Any) -> list[int]:
 def test_each_rank_has_the_same_steps(folder: str, steps: Any, world_size: int) -> None:
     streams = [pipeline(folder, steps, rank, world_size) for rank in range(world_size)]
     (length,) = {len(stream) for stream in streams}
-    for stream in streams:
-        for _ in range(2):
-            assert count(stream) == [2] * length
+    for _ in range(2):
+        batches = [[batch["__key__"] for batch in stream] for stream in streams]
+        assert [list(map(len, of_rank)) for of_rank in batches] == [[2] * length] * world_size
+        # the longest rank leaves no sample out
+        assert steps != "longest" or len({key for of_rank in batches for keys in of_rank for key in keys}) == sum(SIZES)
 
 
 @pytest.mark.parametrize(
@@ -100,14 +102,6 @@ def test_repeated_and_left_out_samples_are_counted(
     assert len(keys) == num_used
     assert sum(keys.values()) - len(keys) == num_repeated == stream.num_repeated
     assert stream.num_left_out == num_left_out
-
-
-def test_the_longest_rank_leaves_no_sample_out(folder: str) -> None:
-    streams = [pipeline(folder, "longest", rank, 3) for rank in range(3)]
-    keys = [[key for batch in stream for key in batch["__key__"]] for stream in streams]
-    assert {key for of_rank in keys for key in of_rank} == {
-        f"{s}-{i}" for s, size in enumerate(SIZES) for i in range(size)
-    }
 
 
 def test_each_worker_warns_once(folder: str, tmp_path: Path) -> None:
@@ -201,9 +195,7 @@ def test_a_rank_without_samples_is_an_error(tmp_path: Path) -> None:
             lengths.append(len(list(stream)))
         except ValueError as error:
             lengths.append(str(error))
-    assert lengths.pop(1).startswith(
-        "no item left the last stage in a pass over the shards of rank 1, but its worker needs 2"
-    )
+    assert lengths.pop(1).startswith("no item left the last stage in a pass over the shards of rank 1, but its worker ")
     assert lengths == [2, 2]
 
 

@@ -146,9 +146,7 @@ def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     values = {"set": {1, 2}, "float": float("nan"), "bytes": b"ab", "list": [{3}]}
     write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | {"a.b": "\udcff", "name": "é字"}}})
     said = run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz").stderr
-    assert all(
-        f"y.{name} is a {name}, which JSON cannot hold: the files have a short text of it" in said for name in values
-    )
+    assert all(f"y.{name} is a {name}, which JSON cannot hold: the files have a short text" in said for name in values)
     expected = {f"y.{name}": repr(value) for name, value in values.items()} | {"y.a.b": "\udcff", "y.name": "é字"}
     assert json.loads((tmp_path / "out" / "k.json").read_text(encoding="utf-8")) == expected
 
@@ -203,12 +201,8 @@ KEYS = ["../up", "a/../../b", "x" * 300, "ä" * 150, "写" * 80, "new\nline", "e
 
 def test_keys_that_lead_out_of_the_folder(tmp_path: Path) -> None:
     """A tar by another program may have any key, and `tc.original_name` may return any name."""
-    keys = [
-        *KEYS,
-        "/".join(["deep"] * 300),
-        str(tmp_path / "absolute"),
-        "../../" * 20 + str(tmp_path / "far").lstrip("/"),
-    ]
+    far = "../../" * 20 + str(tmp_path / "far").lstrip("/")
+    keys = [*KEYS, "/".join(["deep"] * 300), str(tmp_path / "absolute"), far]
     for key in keys:
         source = foreign(tmp_path / "in.tar", ["ok", key])
         said = run("export", source, tmp_path / "out", "--as", "webdataset", status=1)
@@ -312,9 +306,8 @@ def test_an_export_that_ends_early(tmp_path: Path, kind: str, signum: int) -> No
         with tarfile.open(out / "samples.tar") as archive:
             assert len(archive.getnames()) == 600
     else:
-        assert [path.name for path in files_in(out)] == sorted(
-            f"k{i:03d}.{end}" for i in range(300) for end in (kind, "txt")
-        )
+        names = sorted(f"k{i:03d}.{end}" for i in range(300) for end in (kind, "txt"))
+        assert [path.name for path in files_in(out)] == names
     assert not list(tmp_path.glob(f".{out.name}.*"))
 
 

@@ -19,6 +19,7 @@ from tests.importers.folders import Gadget, imported
 from tests.same import assert_same
 
 PROTOCOLS = [2, 3, 4, 5]
+UTC = datetime.timezone.utc
 RECONSTRUCT = np.ones(1).__reduce__()[0]
 ARRAYS = {
     "float64": np.arange(6.0).reshape(2, 3),
@@ -53,12 +54,7 @@ def test_plain_values(protocol: int) -> None:
         collections.OrderedDict(b=1, a=2),
         [collections.defaultdict(factory, a=1) for factory in (None, list, str, int, set)],
         [range(1, 9, 2), slice(None, 3), ..., datetime.date(2020, 1, 2), datetime.timedelta(days=-1, microseconds=5)],
-        [
-            datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.timezone.utc),
-            torch.float16,
-            torch.Size([2]),
-            torch.device("cpu"),
-        ],
+        [datetime.datetime(2020, 1, 2, 3, tzinfo=UTC), torch.float16, torch.Size([2]), torch.device("cpu")],
         [np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("hi"), np.dtype(">f4"), np.dtype("U5")],
     ]
     shared: list[Any] = ["x" * 300]
@@ -116,15 +112,11 @@ def array_of(**changes: Any) -> Reduced:
     return Reduced(RECONSTRUCT, (np.ndarray, (0,), b"b"), tuple(state.values()))
 
 
-ONE_MEGABYTE = bytes(1_000_000)
+MEGABYTE, LEGACY = bytes(1_000_000), saved(Gadget(), _use_new_zipfile_serialization=False)
 BAD = {
-    "a file of torch as elements": Reduced(
-        torch.storage._load_from_bytes, (saved(Gadget(), _use_new_zipfile_serialization=False),)
-    ),
+    "a file of torch as elements": Reduced(torch.storage._load_from_bytes, (LEGACY,)),
     "elements of something": Reduced(torch.storage._load_from_bytes, (b"PK\3\4",)),
-    "bytes that many arrays share": [
-        array_of(shape=(len(ONE_MEGABYTE),), dtype=np.dtype("u1"), raw=ONE_MEGABYTE) for _ in range(200)
-    ],
+    "bytes that many arrays share": [array_of(shape=(10**6,), dtype=np.dtype("u1"), raw=MEGABYTE) for _ in range(200)],
     "more elements": array_of(shape=(3,)),
     "negative sizes": array_of(shape=(-1, -2)),
     "a product that overflows": array_of(shape=(1 << 40, 1 << 40)),

@@ -34,9 +34,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 def fit(loaders: Any, *callbacks: Any, path: Any = None, has_schedule: bool = False, **options: Any) -> Any:
     """Train, and return the trainer and the batches."""
-    options = {
-        "enable_checkpointing": any(isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks)
-    } | options
+    has_checkpoints = any(isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks)
+    options = {"enable_checkpointing": has_checkpoints} | options
     trainer, model = pl.Trainer(callbacks=list(callbacks), **QUIET, **options), models.BatchesModel(has_schedule)
     trainer.fit(model, loaders, ckpt_path=path)
     return trainer, model.seen

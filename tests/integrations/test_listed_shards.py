@@ -78,10 +78,7 @@ def test_a_shard_that_lost_samples(folder: Path, publish: Callable[[], str]) -> 
     if source != str(folder):
         assert "`tensorcache verify` (tc.verify) of a local copy" in str(caught.value)
         return
-    with (
-        pytest.raises(tc.FormatError, match="3 samples with cache '', but the manifest lists 10"),
-        tc.open(folder) as cache,
-    ):
+    with tc.open(folder) as cache, pytest.raises(tc.FormatError, match="3 samples with .* but the manifest lists 10"):
         cache[15]
 
 
@@ -107,10 +104,6 @@ def test_samples_that_are_dropped_count(folder: Path) -> None:
     erase_end(folder / "a-000001.tar", 3)
     with pytest.raises(tc.FormatError, match=LOST):
         keys(stream(folder, select_files=lambda name: name.startswith("00")))
-
-
-def test_a_handler_decides(folder: Path) -> None:
-    erase_end(folder / "a-000001.tar", 3)
     with pytest.warns(UserWarning, match="3 samples in all"):
         assert len(keys(stream(folder, handler=wds.warn_and_continue))) == 23
 
@@ -123,9 +116,9 @@ def test_a_shard_of_another_run(tmp_path: Path, footer: bool) -> None:
         assert len(keys(stream(a))) == COUNT
         return
     message = (
-        r"a-000001\.tar: another shard has replaced the one that was listed: its index has the digest \w{16}, but .*"
+        r"a-000001\.tar: another shard has replaced .* the digest \w{16}, but .*manifest\.json lists \w{16}; copy "
     )
-    with pytest.raises(tc.FormatError, match=message + r"manifest\.json lists \w{16}; copy the right shard again"):
+    with pytest.raises(tc.FormatError, match=message + "the right shard again"):
         keys(stream(a))
 
 

@@ -184,11 +184,7 @@ def test_torch_collates_batches(cache: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        (
-            [torch.ones(2), None],
-            TypeError,
-            r"cannot batch None and LazyTensor\('x', shape=\[2\], dtype=torch\.float32\)",
-        ),
+        ([torch.ones(2), None], TypeError, r"cannot batch None and LazyTensor\('x', shape=\[2\], dtype=.*32\)"),
         ([None, torch.ones(2)], TypeError, r"cannot batch None and LazyTensor\('x', "),
         ([torch.ones(2), [torch.ones(2)]], TypeError, r"cannot batch list and LazyTensor\('x', "),
         ([torch.ones(2), torch.ones(2).half()], RuntimeError, r"cannot stack LazyTensor\('x', .*float16\) onto "),
@@ -199,10 +195,7 @@ def test_torch_collates_batches(cache: Any) -> None:
 )
 def test_torch_does_not_collate_these(tmp_path: Path, values: list[Any], error: type[Exception], message: str) -> None:
     remedy = r".*tc\.torch_loader\(cache, batch_size=…, collate=…\)"
-    with (
-        tc.open(write(tmp_path, [{"x": value} for value in values])) as cache,
-        pytest.raises(error, match=message + remedy),
-    ):
+    with tc.open(write(tmp_path, [{"x": x} for x in values])) as cache, pytest.raises(error, match=message + remedy):
         next(iter(DataLoader(cache, 2)))  # type: ignore[arg-type]
 
 
@@ -278,9 +271,7 @@ def test_an_accelerator(cache: Any, kind: str) -> None:
 def test_a_loader_that_skips_batches_has_no_state(plain: Any) -> None:
     loader = tc.torch_loader(plain, 2)
     next(iter(accelerate.skip_first_batches(accelerate.Accelerator(cpu=True).prepare(loader), 1)))
-    with pytest.raises(
-        RuntimeError, match=r"skip_first_batches made it, it has none: to resume, load this loader's state"
-    ):
+    with pytest.raises(RuntimeError, match="skip_first_batches made it, .*: to resume, load this loader's state"):
         loader.state_dict()
 
 
@@ -471,17 +462,14 @@ def test_limited_epochs_continue(plain: Any, tmp_path: Path, kind: str, callback
     def loader() -> Any:
         return make(kind, plain, 2, shuffle=True, on_early_exit="continue")
 
-    expected = [
-        name for made in [make("Loader", plain, 2, shuffle=True)] for _ in range(3) for b in made for name in b["name"]
-    ]
+    unbroken = make("Loader", plain, 2, shuffle=True)
+    expected = [name for _ in range(3) for batch in unbroken for name in batch["name"]]
     saving = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
 
     def fit(num_steps: int, path: Path | None = None, *more: Any) -> Any:
         options = {"max_steps": num_steps, "limit_train_batches": 4, "default_root_dir": tmp_path / "root"} | QUIET
-        trainer, model = (
-            pl.Trainer(callbacks=[*more, *(call() for call in callbacks)], **options),
-            models.ValidatedModel(),
-        )
+        trainer = pl.Trainer(callbacks=[*more, *(call() for call in callbacks)], **options)
+        model = models.ValidatedModel()
         trainer.fit(model, loader(), tc.Loader(plain, 4), ckpt_path=path)
         return trainer, model
 

@@ -65,10 +65,8 @@ def test_other_samples_pass_through(write_shard: Any) -> None:
     import safetensors.torch
 
     foreign = safetensors.torch.save({"w": torch.ones(1)}, {"made": "elsewhere"})
-    path = write_shard(
-        [{"__key__": "a", "safetensors": foreign, "txt": "x"}, {"__key__": "b", "lora.safetensors": foreign}]
-    )
-    first, second = read(path)
+    samples = [{"__key__": "a", "safetensors": foreign, "txt": "x"}, {"__key__": "b", "lora.safetensors": foreign}]
+    first, second = read(write_shard(samples))
     assert (first["safetensors"], first["txt"]) == (foreign, "x")
     assert second["lora.safetensors"] == foreign
 
@@ -134,10 +132,8 @@ def test_samples_decoded_by_wds_decode_are_refused(shard: str) -> None:
 
 
 def test_a_stage_that_is_not_called(shard: str) -> None:
-    for pipeline in (
-        tc.ResumablePipeline(shard, tc.decode),
-        wds.WebDataset(shard, shardshuffle=False).compose(tc.decode),
-    ):
+    stock = wds.WebDataset(shard, shardshuffle=False)
+    for pipeline in (tc.ResumablePipeline(shard, tc.decode), stock.compose(tc.decode)):
         with pytest.raises(TypeError, match=r"got generator, expected handlers, .* call it: tc\.decode\(\)"):
             next(iter(pipeline))
     with pytest.raises(TypeError, match=r"call it: tc\.tarfile_to_samples\(\)"):

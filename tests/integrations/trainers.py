@@ -13,13 +13,8 @@ import pytest
 from wds_tensorcache.integrations.accelerate import SkippableLoader
 
 __all__ = ["QUIET", "SkippableLoader", "models", "moving", "pl", "resume_loaders"]
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "num_sanity_val_steps": 0}
+QUIET |= {"enable_progress_bar": False, "enable_model_summary": False}
 
 
 def _import(name: str) -> Any:

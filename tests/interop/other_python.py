@@ -53,9 +53,7 @@ def tensor_samples() -> dict[str, Any]:
     names = "bool uint8 int8 float8_e4m3fn float8_e5m2 uint16 int16 float16 bfloat16 uint32 int32 float32 uint64 int64"
     tensors = {name: torch.arange(2).to(getattr(torch, name)) for name in names.split()}
     tensors["complex128"] = torch.complex(*torch.arange(8, dtype=torch.float64).view(2, 4)[:, ::2])
-    arrays = {
-        kind: np.arange(3).astype(kind) for kind in ("?", "<f2", ">i4", "<f8", ">u2", "M8[us]", "<c16", "U3", "S2")
-    }
+    arrays = {kind: np.arange(3).astype(kind) for kind in "? <f2 >i4 <f8 >u2 M8[us] <c16 U3 S2".split()}
     odd = [torch.empty(0, 3), torch.tensor(1.5), torch.ones(1, 3).expand(2, 3), torch.arange(6).view(2, 3).T]
     values = [torch.Size([2, 0]), torch.bfloat16, torch.device("cuda", 1), np.dtype(">f4"), np.dtype("M8[ns]")]
     shared = torch.arange(4)

@@ -49,16 +49,10 @@ def test_members_come_back(write_shard: Callable[..., str], indexed: bool) -> No
     longest = [letter * (100 - len(".text-2.safetensors")) for letter in "ab"]
     keys = [*longest, "A", "a", "x*", "x?", '"a"', "'a'", "a\\n", "a\\t", "-rf", "--help", "{0}", "%s", "d.e/f", "d/e"]
     named = {"x": torch.rand(3), "y": "é"}
-    samples = [
-        {
-            "__key__": key,
-            "tensorcache": diffusion_sample(i),
-            "text-2.tensorcache": named,
-            "jpg": bytes(range(256)) * i,
-            "meta.raw": b"\x00%d\xff" % i,
-        }
-        for i, key in enumerate(keys)
-    ]
+    samples: list[dict[str, Any]] = []
+    for i, key in enumerate(keys):
+        sample = {"__key__": key, "tensorcache": diffusion_sample(i), "text-2.tensorcache": named}
+        samples.append(sample | {"jpg": bytes(range(256)) * i, "meta.raw": b"\x00%d\xff" % i})
     path = write_shard(samples, base=False)
     suffixes = ["skel.pyd", "safetensors", "text-2.skel.pyd", "text-2.safetensors", "jpg", "meta.raw"]
     for i, (sample, found) in enumerate(zip(samples, read_with_dali(path, suffixes, indexed), strict=True)):

@@ -1,13 +1,11 @@
-"""tarfile, GNU tar, shell pipes and webdataset's `pipe:` read a shard to its last byte."""
+"""GNU tar and webdataset's `pipe:` read our shards, and we read what `tar -c .` makes of them."""
 
 from __future__ import annotations
 
 import base64
-import shutil
 import subprocess
 import tarfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import webdataset as wds
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
 from tests.interop.other_python import tensor_samples
+from tests.reading.batches import write
 from tests.same import assert_same
 
 
@@ -27,44 +26,13 @@ def large_sample(index: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def large_shard(write_shard: Callable[..., str]) -> str:
-    samples = [{"__key__": f"{i:03d}", "tensorcache": large_sample(i), "txt": f"photo {i}"} for i in range(3)]
-    return write_shard(samples)
-
-
-@pytest.fixture
-def members() -> dict[str, bytes]:
-    """The members of `large_shard` in order, made without a tar."""
-    result = {}
-    for i in range(3):
-        skeleton, tensors = tc.encode_sample(large_sample(i))
-        result |= {
-            f"{i:03d}.safetensors": tensors,
-            f"{i:03d}.skel.pyd": skeleton,
-            f"{i:03d}.txt": f"photo {i}".encode(),
-        }
-    return result
-
-
-def test_cat_into_tar(large_shard: str, members: dict[str, bytes], gnu_tar: str, tmp_path: Path) -> None:
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("bash is missing, which has pipefail: apt install bash")
-    folder = tmp_path / "out"
-    folder.mkdir()
-    script = 'cat "$1" | "$2" x -C "$3"'  # pipefail: a SIGPIPE that hits cat fails the pipe
-    command = [bash, "-o", "pipefail", "-c", script, "bash", large_shard, gnu_tar, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == members
-
-
-@pytest.fixture
-def dotted_shard(large_shard: str, gnu_tar: str, tmp_path: Path) -> str:
-    """The samples of `large_shard`, extracted into a folder that `tar -c .` packed, as the folder `sub`."""
+def dotted_shard(gnu_tar: str, tmp_path: Path) -> str:
+    """A shard with an index that GNU tar extracted into a folder, which `tar -c .` packed, as the folder `sub`."""
     folder, path = tmp_path / "extracted", str(tmp_path / "dotted.tar")
     (folder / "sub").mkdir(parents=True)
-    subprocess.run([gnu_tar, "xf", large_shard, "-C", str(folder / "sub")], check=True)
+    samples = [large_sample(i) for i in range(3)]
+    shard = write(tmp_path / "0.tar", samples, lambda i: {"txt": f"photo {i}"}, manifest=False)
+    subprocess.run([gnu_tar, "xf", shard, "-C", str(folder / "sub")], check=True)
     subprocess.run([gnu_tar, "--sort=name", "-cf", path, "-C", str(folder), "."], check=True)
     with tarfile.open(path) as archive:
         assert next(entry.name for entry in archive if entry.isfile()) == "./sub/000.safetensors"
@@ -92,12 +60,7 @@ def test_keys_have_no_leading_dot(dotted_shard: str, tmp_path: Path) -> None:
         assert_same(large_sample(2), tc.realize(samples[2]["tensorcache"]))
     assert [sample["__key__"] for sample in tc.ResumablePipeline(dotted_shard)] == KEYS
     with tc.open(dotted_shard) as cache:
-        tc.build(
-            cache,
-            lambda samples: [{"first": sample["wide"][0]} for sample in samples],
-            tmp_path / "built",
-            fingerprint={"model": "x"},
-        )
+        tc.build(cache, lambda batch: [{"first": one["wide"][0]} for one in batch], tmp_path / "built", fingerprint={})
         tc.merge([dotted_shard], out=tmp_path / "merged")
     for path in (tmp_path / "built", tmp_path / "merged"):
         with tc.open(path) as cache:
