@@ -119,9 +119,8 @@ class Server:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         environment = {"TERM": "xterm-256color", **environment}
         with Output() as err:
-            process = self.start(
-                list(map(str, arguments)), (theirs, theirs, theirs if stderr else err.fileno), cwd, environment
-            )
+            files = theirs, theirs, theirs if stderr else err.fileno
+            process = self.start(list(map(str, arguments)), files, cwd, environment)
             os.close(theirs)
             parts = []
             deadline = time.monotonic() + _TIMEOUT_S

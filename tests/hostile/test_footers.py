@@ -62,9 +62,8 @@ def test_forms_and_layouts_without_number(tmp_path: Path) -> None:
         texts = [[f"tensor:{name}" for name, *_ in form] for form in forms]
 
         def grow(arrays: Any, count: int = 5 * num_forms) -> None:
-            arrays.update(
-                {f"layouts.{n}": np.tile(arrays[f"layouts.{n}"], count) for n in ("form", "data_begin", "dims")}
-            )
+            names = [f"layouts.{name}" for name in ("form", "data_begin", "dims")]
+            arrays.update({name: np.tile(arrays[name], count) for name in names})
 
         forge(path, both(rename(forms=forms, references=texts), grow))
         started = time.process_time()

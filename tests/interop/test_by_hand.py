@@ -58,9 +58,8 @@ def read_back(skeleton: bytes, tensors: bytes, folder: Path, **decode: Any) -> A
     path = str(folder / "by_hand.tar")
     with wds.TarWriter(path, encoder=False) as sink:
         sink.write({"__key__": "a", "skel.pyd": skeleton, "safetensors": tensors})
-    samples = list(
-        wds.DataPipeline(wds.SimpleShardList([path]), wds.tarfile_to_samples())
-    )  # read to its end, so that the file is closed
+    # read to its end, so that the file is closed
+    samples = list(wds.DataPipeline(wds.SimpleShardList([path]), wds.tarfile_to_samples()))
     (sample,) = tc.decode(**decode)(samples)
     return sample["tensorcache"]
 

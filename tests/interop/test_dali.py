@@ -31,8 +31,7 @@ def read_with_dali(path: str, fields: list[str], indexed: bool) -> list[list[byt
 
     @dali.pipeline_def(batch_size=1, num_threads=1, device_id=None)
     def pipeline() -> Any:
-        reader = dali.fn.readers.webdataset
-        outputs = reader(
+        outputs = dali.fn.readers.webdataset(
             paths=[path], index_paths=index_paths, ext=fields, missing_component_behavior="error", name="reader"
         )
         return tuple(outputs) if len(fields) > 1 else outputs
