@@ -152,7 +152,11 @@ def test_mistakes(cache: Any) -> None:
         (lambda: tensorcache(others), ValueError, "batches of 4 for a pipeline of batch_size=6"),
         (lambda: tensorcache(cache, batch_size=3), ValueError, "batches of 3 for a pipeline of batch_size=6"),
         (lambda: tensorcache(cache, device="cuda"), ValueError, "device='cuda', expected 'cpu' or 'gpu'"),
-        (lambda: (*tensorcache(cache), *tensorcache(cache)), ValueError, "reads a cache; to read several, join"),
+        (
+            lambda: (*tensorcache(cache), *tensorcache(cache)),
+            ValueError,
+            "already reads a cache; to read several, join",
+        ),
         (lambda: tensorcache(source, ["scalar"]), TypeError, "has its tensors, members and options already"),
         (lambda: tensorcache(source, shuffle=True), TypeError, "has its tensors, members and options already"),
         (lambda: tensorcache(cache, layouts={"y": "CHW"}), KeyError, "unknown tensor of this source 'y'"),

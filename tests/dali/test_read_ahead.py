@@ -55,7 +55,9 @@ def test_errors_come_with_their_batch_and_again(tmp_path: Path, num_threads: int
         for iteration in (*range(10), *range(10)):
             if iteration == 6:
                 for _ in range(2):
-                    with pytest.raises(tc.BatchError, match="'013' has no tensor 'y', but DALI needs it .*; leave"):
+                    with pytest.raises(
+                        tc.BatchError, match="sample '013' has no tensor 'y', but DALI needs it .*; leave"
+                    ):
                         request(source, 0, iteration)
             else:
                 assert len(request(source, 0, iteration)[-1]) == 2

@@ -83,9 +83,15 @@ X = torch.ones(2)
     ("later", "message"),
     [
         ({"x": X}, "the structures of samples 0 and 1"),
-        ({"x": X.char(), "n": 1}, "'x' is torch.float32 at first, but torch.int8 in sample '1' of the stream"),
-        ({"n": 1}, "'1' of the stream has no tensor 'x'; drop such samples, .* name only tensors= and members= "),
-        ({"x": X, "y": X, "n": 1}, "'1' of the stream has tensor 'y', which the first .* lacks; .* only tensors= "),
+        ({"x": X.char(), "n": 1}, "tensor 'x' is torch.float32 at first, but torch.int8 in sample '1' of the stream"),
+        (
+            {"n": 1},
+            "sample '1' of the stream has no tensor 'x'; drop such samples, .* name only tensors= and members= ",
+        ),
+        (
+            {"x": X, "y": X, "n": 1},
+            "sample '1' of the stream has tensor 'y', which the first sample lacks; .* name only tensors= ",
+        ),
         (None, "sample '1' of the stream has no field 'tensorcache'; drop such samples"),
         ({"x": X, "n": 1}, "sample '1' of the stream has no member 'bin'; drop such samples"),
     ],

@@ -17,7 +17,9 @@ from tests.hostile.pickles import little_memory
 from tests.reading.batches import write as write_samples
 from tests.remote.servers.http_server import HttpServer
 
-OUTSIDE = r"manifest\.json: lists .*p-000000\.tar', which is outside the manifest's folder; .*its own path to tc\.open"
+OUTSIDE = (
+    r"manifest\.json: lists .*p-000000\.tar', which is outside the manifest's folder; .*pass its own path to tc\.open"
+)
 
 
 def write(folder: Path, name: str, first: int) -> Path:

@@ -195,7 +195,9 @@ def test_a_rank_without_samples_is_an_error(tmp_path: Path) -> None:
             lengths.append(len(list(stream)))
         except ValueError as error:
             lengths.append(str(error))
-    assert lengths.pop(1).startswith("no item left the last stage in a pass over the shards of rank 1, but its worker ")
+    assert lengths.pop(1).startswith(
+        "no item left the last stage in a pass over the shards of rank 1, but its worker needs 2"
+    )
     assert lengths == [2, 2]
 
 

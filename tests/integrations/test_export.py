@@ -146,7 +146,9 @@ def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     values = {"set": {1, 2}, "float": float("nan"), "bytes": b"ab", "list": [{3}]}
     write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | {"a.b": "\udcff", "name": "é字"}}})
     said = run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz").stderr
-    assert all(f"y.{name} is a {name}, which JSON cannot hold: the files have a short text" in said for name in values)
+    assert all(
+        f"y.{name} is a {name}, which JSON cannot hold: the files have a short text of it" in said for name in values
+    )
     expected = {f"y.{name}": repr(value) for name, value in values.items()} | {"y.a.b": "\udcff", "y.name": "é字"}
     assert json.loads((tmp_path / "out" / "k.json").read_text(encoding="utf-8")) == expected
 

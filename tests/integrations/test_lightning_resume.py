@@ -199,6 +199,13 @@ def test_another_batch_size_at_the_end_of_an_epoch(cache: Any, tmp_path: Path, b
     assert sorted(number for batch in rest for number in batch) == list(range(COUNT))
 
 
+def test_checkpoints_that_lightning_handles_need_no_callback(cache: Any, tmp_path: Path) -> None:
+    _, seen = fit(make(cache), every_step(tmp_path), max_epochs=2)
+    for step in (1, 7, STEPS - 1, STEPS, STEPS + 7):
+        _, rest = fit(make(cache), path=tmp_path / f"step={step}.ckpt", max_epochs=2)
+        assert seen[:step] + rest == seen
+
+
 def fit_until(stop: int, saving: Any, *loaders: Any, path: Any = None, **options: Any) -> Any:
     """Train until the model is killed after `stop` batches, and return the trainer and the batches."""
     trainer, model = pl.Trainer(callbacks=[saving, resume_loaders()], **QUIET, **options), models.KilledModel()

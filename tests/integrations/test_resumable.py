@@ -144,7 +144,9 @@ def test_set_epoch_after_loading_a_state(urls: list[str]) -> None:
     second.set_epoch(0)  # as loops over epochs do
     assert list(map(number, second)) == whole[7:COUNT]
     second.load_state_dict(first.state_dict())
-    with pytest.warns(UserWarning, match=r"set_epoch\(1\) leaves out the rest of epoch 0, of which 7 samples"):
+    with pytest.warns(
+        UserWarning, match=r"set_epoch\(1\) leaves out the rest of epoch 0, of which 7 samples were used"
+    ):
         second.set_epoch(1)
     assert list(map(number, second)) == whole[COUNT:]
     with pytest.raises(ValueError, match="a different stream"):

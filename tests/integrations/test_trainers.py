@@ -184,7 +184,11 @@ def test_torch_collates_batches(cache: Any) -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ([torch.ones(2), None], TypeError, r"cannot batch None and LazyTensor\('x', shape=\[2\], dtype=.*32\)"),
+        (
+            [torch.ones(2), None],
+            TypeError,
+            r"cannot batch None and LazyTensor\('x', shape=\[2\], dtype=torch\.float32\)",
+        ),
         ([None, torch.ones(2)], TypeError, r"cannot batch None and LazyTensor\('x', "),
         ([torch.ones(2), [torch.ones(2)]], TypeError, r"cannot batch list and LazyTensor\('x', "),
         ([torch.ones(2), torch.ones(2).half()], RuntimeError, r"cannot stack LazyTensor\('x', .*float16\) onto "),
@@ -271,7 +275,9 @@ def test_an_accelerator(cache: Any, kind: str) -> None:
 def test_a_loader_that_skips_batches_has_no_state(plain: Any) -> None:
     loader = tc.torch_loader(plain, 2)
     next(iter(accelerate.skip_first_batches(accelerate.Accelerator(cpu=True).prepare(loader), 1)))
-    with pytest.raises(RuntimeError, match="skip_first_batches made it, .*: to resume, load this loader's state"):
+    with pytest.raises(
+        RuntimeError, match="skip_first_batches made it, it has none: to resume, load this loader's state"
+    ):
         loader.state_dict()
 
 
