@@ -72,6 +72,11 @@ def test_realize_reads_neighbors_at_once(open_recorded: Opener) -> None:
     assert [real["bools"].tolist(), real["last"].tolist(), real["e"].tolist()] == [[True, False], [2, 0], []]
 
 
+def test_realize_more_tensors_than_one_call_reads(tmp_path: Path) -> None:
+    tensors = torch.arange(1.0, 2500.0).split(1)
+    assert torch.equal(torch.cat(tc.realize(tc.open(write(tmp_path, [tensors]))[0])), torch.cat(tensors))
+
+
 def test_questions_that_need_no_bytes(open_recorded: Opener) -> None:
     sample, reads = open_recorded({"x": T}, T.numpy().tobytes())
     lazy = sample["x"]

@@ -99,6 +99,7 @@ def skip_bytes(buffers: Sequence[Any], nbytes: int) -> Sequence[Any]:
     """Return `buffers` without their first `nbytes` bytes. Memory: views."""
     for at, buffer in enumerate(buffers):
         if nbytes < len(buffer):
-            return [buffer[nbytes:], *buffers[at + 1 :]]
+            # Hazard: a slice of a bytearray is a copy.
+            return [memoryview(buffer)[nbytes:], *buffers[at + 1 :]]
         nbytes -= len(buffer)
     return []
