@@ -77,7 +77,7 @@ def test_rows_that_are_too_long(cache: Any) -> None:
             tc.pad(to=to)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("way", [tc.pad(to=[2, 5], value=7), tc.pad(to=(2, 5), value=7)])
+@pytest.mark.parametrize("way", [tc.pad(to=[2, 5], value=7), tc.pad(to=(np.int64(2), 5), value=7)])
 def test_the_smallest_length_that_fits(cache: Any, way: Any) -> None:
     """In `read_batch`, `read_tensors`, both loaders and masks; an error names the sample that none fits."""
     assert way == tc.pad(to=[2, 5], value=7)

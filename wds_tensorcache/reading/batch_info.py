@@ -128,7 +128,8 @@ class BatchInfo:
         if name not in shapes and self._is_lacking(name):
             shapes = {name: torch.zeros((len(self.indices), 1), dtype=torch.int64, device="cpu")}  # no sample has it
         if name not in shapes:
-            raise KeyError(f"no tensor {name!r:.100} of one number of dimensions; there are {list_names(shapes, name)}")
+            fault = f"no tensor {name!r:.100} with the same number of dimensions in all samples of the batch"
+            raise KeyError(f"{fault}; there are {list_names(shapes, name)}")
         if not shapes[name].shape[1]:
             raise ValueError(f"tensor {name!r} has no dimensions, so it is not padded and has no mask")
         lengths = shapes[name][:, :1]

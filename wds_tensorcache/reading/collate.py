@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, TypeAlias
 
 from wds_tensorcache.errors import BatchError, unknown_name
@@ -28,7 +29,7 @@ class Pad:
 
     def __post_init__(self) -> None:
         lengths = self.to if isinstance(self.to, tuple) else () if self.to is None else (self.to,)
-        are_lengths = all(type(length) is int and length >= 0 for length in lengths)
+        are_lengths = all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in lengths)
         if not (lengths or self.to is None) or not are_lengths or any(a >= b for a, b in pairwise(lengths)):
             raise ValueError(
                 f"to={self.to!r:.200}, expected a length, ascending lengths, or None for that of the longest row; "

@@ -120,7 +120,8 @@ def locate_shards(
             error = exc.at(path)
         except FileNotFoundError:
             remedy = (
-                "copy it again, or write the remaining shards into another folder with `tensorcache repair` (tc.repair)"
+                "copy it again, or write the remaining shards into another folder with `tensorcache repair` (tc.repair); "
+                f"if it was renamed or deleted on purpose, run `tensorcache index {folder or os.curdir}`"
             )
             error = MissingShardError(f"{entry.url!r:.200} is listed but does not exist; {remedy}").at(path)
         except OSError as exc:

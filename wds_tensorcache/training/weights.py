@@ -140,6 +140,9 @@ def _as_weights(weights: Any, count: int) -> Array:
     """Return a copy of weights as float64 `[count]`; raise ValueError if they are no valid weights."""
     expected = f"expected {count} numbers, all finite, none negative, not all 0"
     try:
+        # torch refuses some strides and dtypes of numpy, and reads a Series of pandas by its labels
+        if not isinstance(weights, (torch.Tensor, Sequence)) and np.asarray(weights).dtype.kind in "biuf":
+            weights = np.array(weights, np.float64)
         values: Array = torch.as_tensor(weights, dtype=torch.float64, device="cpu").detach().numpy().copy()
     except (TypeError, ValueError, OverflowError, RuntimeError) as exc:
         raise ValueError(f"weights={weights!r:.200}: {expected}") from exc

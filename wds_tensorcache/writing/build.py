@@ -124,9 +124,9 @@ def build(
             has a name that the cache needs.
         ValueError: Arguments are invalid or exclude each other. `fn` returned fewer or more samples than items, None for an
             item, or with `check`, NaN or infinity. Two items have the same key, or the source is empty. `out` contains shards
-            with other names. `reuse` is the same folder as `out`, or has named caches or samples without a cache. A list of
-            paths names shards that have a cache. Two ranks have the same key, different items or batch sizes. Or several ranks
-            have `footer=False` or the path of a single shard.
+            with other names, or shards of the source. `reuse` is the same folder as `out`, or has named caches or samples
+            without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different items or
+            batch sizes. Or several ranks have `footer=False` or the path of a single shard.
         TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, an option is unknown, JSON cannot
             represent the fingerprint, a digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
@@ -166,12 +166,14 @@ def build(
         raise ValueError(f"{fault}: expected a folder or a pattern with a number such as %06d, got {str(pattern)!r}")
     if world_size > 1 and not options.get("footer", True):
         raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
+    folder = pattern.folder or os.curdir
     if isinstance(source, Cache):
+        if os.path.realpath(folder) in {os.path.realpath(os.path.dirname(path)) for path in source._paths()}:
+            raise ValueError(f"out={os.fspath(out)!r} is a folder of the source itself; build into another folder")
         source._check_complete()
     _warn_of_members(source)
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size, records=on_error == "record")
     options |= {"fingerprint": fingerprint, "max_samples": max_samples}
-    folder = pattern.folder or os.curdir
     with closing(SampleProgress(False if rank and progress is None else progress, items.num_items)) as bar:
         job = Job(items, fn, bar, options, allow_failures, check == "finite")
         if reuse is None:
