@@ -168,8 +168,9 @@ def build(
         raise ValueError(f"{fault}, footer=False: ranks need the footers to find the samples of other ranks")
     folder = pattern.folder or os.curdir
     if isinstance(source, Cache):
-        if os.path.realpath(folder) in {os.path.realpath(os.path.dirname(path)) for path in source._paths()}:
-            raise ValueError(f"out={os.fspath(out)!r} is a folder of the source itself; build into another folder")
+        folders = {os.path.dirname(path) for path in source._paths() if pattern.is_in_build(os.path.basename(path))}
+        if os.path.realpath(folder) in map(os.path.realpath, folders):
+            raise ValueError(f"out={os.fspath(out)!r} contains shards of the source itself; build into another folder")
         source._check_complete()
     _warn_of_members(source)
     items = Items(source, keys, digest, batch_size, num_workers, rank, world_size, records=on_error == "record")
