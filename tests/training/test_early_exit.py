@@ -68,6 +68,16 @@ def test_every_mode_continues(cache: Any, more: Any, mode: str) -> None:
     assert batches == list(islice((batch for _ in range(24) for batch in take(expected)), 24))
 
 
+def test_another_batch_size_and_ranks_continue(cache: Any) -> None:
+    loader = make(cache)
+    seen = [i for _ in range(2) for _, _, batch in take(loader, 2) for i in batch]
+    ranks = [make(cache, batch_size=1, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(loader.state_dict())
+        seen += [batch[0] for count in (2, 1) for _, _, batch in take(rank, count)]
+    assert len(seen) == len(set(seen)) == 16 + 6
+
+
 @pytest.mark.filterwarnings("ignore:Got pickle error:UserWarning")
 @pytest.mark.parametrize("name", ["transform", "collate", "worker_init_fn"])
 def test_a_lambda_for_spawned_workers_is_named(cache: Any, name: str) -> None:
