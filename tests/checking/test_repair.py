@@ -72,20 +72,6 @@ def test_damaged_samples_go(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
-def test_a_sample_that_has_lost_its_cache(tmp_path: Path) -> None:
-    """The bytes that are left are fewer than before; the sample would count as finished with its other member alone."""
-    source, out = tmp_path / "a", tmp_path / "out"
-    path = write(source, 4)
-    content, places = path.read_bytes(), members(path)
-    begin, end = places["002.skel.pyd"][0] - BLOCK, places["002.jpg"][0] - BLOCK
-    path.write_bytes(content[:begin] + bytes(BLOCK) + content[end:])
-    report, keys = repaired(source, out)
-    assert keys == ["000", "001", "003"]
-    assert any(fault.key == "002" and fault.what.startswith("members of a cache are lost") for fault in report.faults)
-    with tc.ShardWriter(out / "%06d.tar", resume=True) as sink:
-        assert "002" not in sink
-
-
 @pytest.mark.parametrize("name", ["002.skel.pyd", "002.safetensors", "002.json", "005.jpg"])
 def test_a_damaged_tar_header(tmp_path: Path, name: str) -> None:
     """Without an index, DALI's tells whose member is lost."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,12 @@ from tests.shards.tars import BLOCK, build_with_tarfile, special
 
 def is_eio(error: BaseException) -> bool:
     return isinstance(error, OSError) and not isinstance(error, tc.FormatError) and error.errno == errno.EIO
+
+
+def assert_eio(call: Callable[[], object]) -> None:
+    with pytest.raises(OSError, match="Input/output") as caught:
+        call()
+    assert is_eio(caught.value)
 
 
 @pytest.mark.parametrize("io", ["auto", "pread"])
@@ -65,9 +72,7 @@ def test_signs_of_lost_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     path.write_bytes(path.read_bytes()[:begin].ljust(path.stat().st_size, b"\0"))
     before = path.read_bytes()
     break_disk(monkeypatch, name, 0, 1 << 40)
-    with pytest.raises(OSError, match="Input/output") as caught:
-        tc.write_index(path)
-    assert is_eio(caught.value)
+    assert_eio(lambda: tc.write_index(path))
     assert path.read_bytes() == before
 
 
@@ -75,9 +80,7 @@ def test_the_fingerprint_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.Mo
     path = write(tmp_path, 2, footer=False, fingerprint={"model": "a"}, manifest=False)
     tc.write_index(path)
     break_disk(monkeypatch, ".index", 0, 1 << 40)
-    with pytest.raises(OSError, match="Input/output") as caught:
-        tc.write_index(path)
-    assert is_eio(caught.value)
+    assert_eio(lambda: tc.write_index(path))
 
 
 def test_a_compressed_stream(tmp_path: Path) -> None:
@@ -88,6 +91,4 @@ def test_a_compressed_stream(tmp_path: Path) -> None:
             return super().read(min(nbytes or 0, 600) if nbytes != -1 else 600)
 
     content = gzip.compress(write(tmp_path, 9, footer=False).read_bytes(), 0)
-    with pytest.raises(OSError, match="Input/output") as caught:
-        list(tc.tarfile_to_samples()([{"url": "a.tar.gz", "stream": Broken(content)}]))
-    assert is_eio(caught.value)
+    assert_eio(lambda: list(tc.tarfile_to_samples()([{"url": "a.tar.gz", "stream": Broken(content)}])))

@@ -108,6 +108,7 @@ def test_long_reports_are_short(tmp_path: Path) -> None:
     report = tc.verify(tmp_path)
     assert str(report).count("and 27 more like this") == 1
     assert report.num_lost == 28
+    assert "0 samples damaged, 28 lost" in str(report)
     for index in tmp_path.glob("*.idx"):
         index.unlink()  # the manifest alone says how many samples there were
     assert (tc.verify(tmp_path).num_lost, tc.verify(path).num_lost) == (28, 0)

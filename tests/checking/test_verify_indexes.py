@@ -268,19 +268,6 @@ def test_pipes_beside_shards_are_not_waited_for(tmp_path: Path, name: str) -> No
     assert name.endswith(".tar") or faults(path) == faults(tmp_path)
 
 
-def test_samples_that_are_lost_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path, 30, per_shard=10)
-    begin, _ = members(path)["004.skel.pyd"]
-    path.write_bytes(path.read_bytes()[: begin - 512])
-    report = tc.verify(tmp_path)
-    assert (report.num_samples, report.num_damaged, report.num_lost, report.num_missing) == (24, 0, 6, 0)
-    assert "0 samples damaged, 6 lost" in str(report)
-    assert sum("the sample is lost: 000000.idx lists it" in fault.what for fault in report.faults) == 6
-    (tmp_path / "000001.tar").unlink()
-    report = tc.verify(tmp_path)
-    assert (report.num_samples, report.num_damaged, report.num_lost, report.num_missing) == (14, 0, 16, 1)
-
-
 def test_the_end_of_the_archive_is_two_blocks(tmp_path: Path) -> None:
     path = write(tmp_path, 2, footer=False, dali_index=False, manifest=False)
     flip(path, index_arrays(path.read_bytes())[2] + 700)

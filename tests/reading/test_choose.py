@@ -457,14 +457,8 @@ def check_pairs(cache: Any, choose: Any, expected: list[str]) -> None:
         samples = cache.read_batch([3, 1], collate=list, **options)
         pairs = [shown([sample["text"], sample["new"]["caption"]]) for sample in samples]
         assert pairs == [[f"{i} {key}"] * 2 for i in (3, 1)]
-    loader = tc.Loader(cache, 2, shuffle=True, seed=1, choose=choose, collate="list", num_threads=0)
-    steps = []
-    for batch in loader:
+    for batch in tc.Loader(cache, 2, shuffle=True, seed=1, choose=choose, collate="list", num_threads=0):
         assert shown(batch["text"]) == shown(batch["new"]["caption"])
-        steps.append((shown(batch["text"]), loader.state_dict()))
-    resumed = tc.Loader(cache, 2, shuffle=True, seed=1, choose=choose, collate="list", num_threads=0)
-    resumed.load_state_dict(steps[0][1])
-    assert [shown(batch["new"]["caption"]) for batch in resumed] == [texts for texts, _ in steps[1:]]
 
 
 def test_other_names_are_not_paired(tmp_path: Path) -> None:

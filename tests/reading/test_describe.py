@@ -184,11 +184,17 @@ ARRAYS = ["M8[ns]", "m8[25s]", "S3", "U4", "c16", "<f2", ">i4"]
 
 
 def test_schema(tmp_path: Path) -> None:
+    unlike = [
+        {"x": torch.zeros(2, 3), "n": np.zeros(2)},
+        {"x": torch.zeros(4, 3).bfloat16(), "n": torch.zeros(2, 2)},
+        {"x": torch.zeros(1, 3), "n": np.zeros(2)},
+    ]
     samples = [
         {str(dtype): torch.zeros(i, 2 * dtype.itemsize, dtype=torch.uint8).view(dtype) for dtype in DTYPES}
         | {name: np.zeros((3, i), name) for name in ARRAYS}
         | {"scalar": torch.tensor(1.0)}
         | ({"sometimes": torch.zeros(1)} if i == 2 else {})
+        | unlike[i - 1]
         for i in range(1, 4)
     ]
     for max_samples in (1, 10):
@@ -207,17 +213,7 @@ def test_schema(tmp_path: Path) -> None:
             assert (schema["sometimes"].num_samples, schema["sometimes"].nbytes) == (1, 4)
             assert cache[2:].schema["U4"].shape == (3, 3)
             assert "sometimes" not in cache[2:].schema
-
-
-def test_schema_of_samples_that_differ(tmp_path: Path) -> None:
-    samples = [
-        {"x": torch.zeros(2, 3), "n": np.zeros(2)},
-        {"x": torch.zeros(4, 3).bfloat16(), "n": torch.zeros(2, 2)},
-        {"x": torch.zeros(1, 3), "n": np.zeros(2)},
-    ]
-    for max_samples in (1, 10):
-        with tc.open(write(tmp_path / str(max_samples), samples, max_samples=max_samples)) as cache:
-            x, n = cache.schema["x"], cache.schema["n"]
+            x, n = schema["x"], schema["n"]
             assert (x.dtype, x.shape) == ((torch.float32, torch.bfloat16), ((1, 4), 3))
             assert (x.nbytes, x.num_samples) == (24 + 24 + 12, 3)
             assert (set(n.dtype), n.shape, n.nbytes) == ({np.dtype("<f8"), torch.float32}, None, 48)

@@ -78,26 +78,6 @@ def test_rows_that_fill_the_last_step(cache: Any, last: str) -> None:
         assert all(len(each) == 1 for each in rows.values())
 
 
-def test_a_sample_that_occurs_twice_in_a_batch(cache: Any, folders: tuple[str, str]) -> None:
-    """Weights draw it twice in one epoch, with the same draws; in a mix or with repeats, each pass draws anew."""
-    weights = np.zeros(COUNT)
-    weights[[3, 7]] = 1
-    few: Any = tc.open(folders[1])[:2]
-    for options, is_same in (
-        ({"cache": cache, "weights": weights}, True),
-        ({"mix": {"a": (cache, 0.0), "b": (few, 1.0)}}, False),
-        ({"mix": {"b": few}, "repeats": {"b": 4}, "shuffle": True}, False),
-        ({"cache": few, "repeats": 4}, False),
-    ):
-        (loader,) = loaders(1, 8, **options)
-        distinct = 2 if is_same else 8
-        for _ in range(2):
-            batch, info = next(iter(loader.with_info()))
-            rows = rows_of(batch, info)
-            assert (len(rows), len(set(info.keys))) == (8, 2)
-            assert len(set(rows)) == len({row.seed for row in rows}) == len({row.latent for row in rows}) == distinct
-
-
 def test_a_view_has_its_own_sample_indices(cache: Any) -> None:
     """The sample index that determines draws is that in the loader's cache, which may be a view or a join."""
 
