@@ -84,6 +84,9 @@ def test_numbered_tensors_become_lists(tmp_path: Path) -> None:
     many |= {f"attention_mask_{number}": tensor for number, tensor in enumerate(masks)}
     save_text(tmp_path / "in" / "a.jpg", many, "")
     save_text(tmp_path / "in" / "b.jpg", {"text_embed_0": embeds[7], "attention_mask": masks[2]}, "")
+    newer = {"text_embed_3": torch.randn(4, 8), "tags": torch.arange(4)}
+    metadata = {"class_name": "AdvancedPromptEmbeds", "frozen_dtype_keys": "tags,more"}
+    save_text(tmp_path / "in" / "newer.jpg", newer, "", metadata)
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     text = found["a"]["text"]
     assert text.keys() == {"text_embed", "attention_mask"}
@@ -91,26 +94,7 @@ def test_numbered_tensors_become_lists(tmp_path: Path) -> None:
     assert_same(masks, text["attention_mask"])
     assert_same([embeds[7]], found["b"]["text"]["text_embed"])
     assert_same(masks[2], found["b"]["text"]["attention_mask"])
-
-
-def test_newer_texts_keep_their_names_and_metadata(tmp_path: Path) -> None:
-    tensors = {"text_embed_3": torch.randn(4, 8), "tags": torch.arange(4)}
-    metadata = {"class_name": "AdvancedPromptEmbeds", "frozen_dtype_keys": "tags,more"}
-    save_text(tmp_path / "in" / "a.jpg", tensors, "", metadata)
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert_samples({"a": {"text": tensors, "text_info": metadata}}, found)
-
-
-def test_videos_pixels_and_sound(tmp_path: Path) -> None:
-    tensors = {
-        "latent": torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8),
-        "audio_latent": torch.randn(8, 20).half(),
-        "num_frames": torch.tensor(41, dtype=torch.int32),
-        "waveform": torch.randint(-9, 9, (2, 100), dtype=torch.int16),
-    }
-    info = save_latent(tmp_path / "in" / "12.mp4", tensors, num_frames=41, fps=16.0, do_i2v=True)
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert_samples({"12": {**tensors, "info": info}}, found)
+    assert_samples({"newer": {"text": newer, "text_info": metadata}}, {"newer": found["newer"]})
 
 
 def test_files_of_other_settings_stay_apart(tmp_path: Path) -> None:
@@ -182,8 +166,15 @@ def test_bad_files(tmp_path: Path) -> None:
         path.unlink()
 
 
-def test_metadata_that_is_not_the_trainers(tmp_path: Path) -> None:
-    """Texts that look like other values, or nest too deeply, stay texts."""
+def test_tensors_and_metadata_of_any_kind(tmp_path: Path) -> None:
+    """Videos, pixels and sound; texts that look like other values, or nest too deeply, stay texts."""
+    tensors = {
+        "latent": torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8),
+        "audio_latent": torch.randn(8, 20).half(),
+        "num_frames": torch.tensor(41, dtype=torch.int32),
+        "waveform": torch.randint(-9, 9, (2, 100), dtype=torch.int16),
+    }
+    info = save_latent(tmp_path / "in" / "clip.mp4", tensors, num_frames=41, fps=16.0, do_i2v=True)
     more = {
         "filename": "12",
         "fps": "1e5",
@@ -193,7 +184,6 @@ def test_metadata_that_is_not_the_trainers(tmp_path: Path) -> None:
         "c": "",
     }
     path = tmp_path / "in" / "_latent_cache" / f"12_{HASH}.safetensors"
-    path.parent.mkdir(parents=True)
     safetensors.torch.save_file({"latent": torch.ones(2)}, path, more)
     found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert found["12"]["info"] == more
+    assert_samples({"clip": {**tensors, "info": info}, "12": {"latent": torch.ones(2), "info": more}}, found)

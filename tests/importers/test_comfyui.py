@@ -111,7 +111,8 @@ def test_objects_need_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     latents, conditioning = make_set(3)
     save_set(Path("in"), latents, conditioning)
-    conditioning[1][0][1]["hooks"] = Gadget()
+    conditioning[0][0][1]["hooks"] = Gadget()
+    conditioning[1][0][1]["hooks"] = Hooks()  # can be read, but no cache stores it
     save_set(Path("in2"), latents, conditioning)
     os.rename("in2/shard_0000.pkl", "in/shard_0001.pkl")
     os.remove("in/metadata.json")
@@ -121,20 +122,12 @@ def test_objects_need_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(found) == 3
     assert [each.name for each in report.skipped] == ["shard_0001.pkl"]
     assert not Path("hacked").exists()
-    found, _ = imported(Path("in"), Path("trusted"), trust=True)
+    found, report = imported(Path("in"), Path("trusted"), trust=True, on_error="skip")
     assert Path("hacked").exists()
-    assert len(found) == 6
-    assert_same(conditioning[2], found["shard_0001/000002"]["conditioning"])
-
-
-def test_trusted_objects_that_no_cache_stores(tmp_path: Path) -> None:
-    latents, conditioning = make_set(2)
-    conditioning[1][0][1]["hooks"] = Hooks()
-    save_set(tmp_path / "in", latents, conditioning)
-    found, report = imported(tmp_path / "in", tmp_path / "out", trust=True, on_error="skip")
-    assert list(found) == ["shard_0000/000000"]
-    assert [each.name for each in report.skipped] == ["shard_0000/000001"]
+    assert len(found) == 5
+    assert [each.name for each in report.skipped] == ["shard_0001/000001"]
     assert "Hooks" in report.skipped[0].what
+    assert_same(conditioning[2], found["shard_0001/000002"]["conditioning"])
 
 
 LATENTS, CONDITIONING = make_set(2)

@@ -68,7 +68,7 @@ def loaded(nodes: ModuleType, value: Any) -> Any:
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_saved_sets_are_loaded(tmp_path: Path, nodes: ModuleType, lazy: bool) -> None:
-    """With masks, empty texts and small values."""
+    """With masks, empty texts and small values; and sets that were imported."""
     latents, conditioning = make_set(9)
     shown = run(nodes, "SaveTensorCache", latents=latents, conditioning=conditioning, folder_name="set")
     assert shown == {"ui": {"text": ["9 samples saved in set"]}}
@@ -76,15 +76,10 @@ def test_saved_sets_are_loaded(tmp_path: Path, nodes: ModuleType, lazy: bool) ->
     found = run(nodes, "LoadTensorCache", folder_name="set", lazy=lazy)
     tensor = found[0][1]["noise_mask"]
     assert (type(tensor) is nodes.DeferredTensor) == lazy
-    assert_same(latents, loaded(nodes, found[0]))
-    assert_same(conditioning, loaded(nodes, found[1]))
-
-
-def test_imported_sets_can_be_loaded(tmp_path: Path, nodes: ModuleType) -> None:
-    latents, conditioning = make_set(5)
+    assert_same([latents, conditioning], loaded(nodes, found))
     save_set(tmp_path / "in", latents, conditioning, shard_size=2)
     imported(tmp_path / "in", tmp_path / "output" / "a")
-    found = run(nodes, "LoadTensorCache", folder_name="a", lazy=True)
+    found = run(nodes, "LoadTensorCache", folder_name="a", lazy=lazy)
     assert_same([latents, conditioning], loaded(nodes, found))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +49,6 @@ def write_fastvideo(folder: Path, name: str) -> None:
     fastvideo.write(folder / f"{name}.parquet", records, *fastvideo.NAMES)
 
 
-def write_chunks(writer: Any, folder: Path, name: str, **options: Any) -> None:
-    writer(folder / name, **options)
-
-
 # Functions that write files whose paths begin with a name.
 WRITERS: dict[str, Callable[[Path, str], Any]] = {
     "kohya": lambda folder, name: kohya.save_latents(folder / f"{name}_0512x0512_flux.npz", (2, 3, 3), end="_3x3"),
@@ -66,15 +61,16 @@ WRITERS: dict[str, Callable[[Path, str], Any]] = {
     "nemo-hidden-states": lambda folder, name: nemo_hidden_states.write_cache(folder / name, 4),
     "diffusion-pipe": write_diffusion_pipe,
 }
+ZSTD = {"compression": "zstd"}
 # by packages
 LONG: dict[str, Callable[[Path, str], Any]] = {
     "hf-datasets": lambda folder, name: hf_datasets.make(3).save_to_disk(folder / name),
-    "mds": partial(write_chunks, write_mds, size_limit=2500),
-    "litdata": partial(write_chunks, write_litdata),
+    "mds": lambda folder, name: write_mds(folder / name, size_limit=2500),
+    "litdata": lambda folder, name: write_litdata(folder / name),
+    "litdata chunk": lambda folder, name: write_litdata(folder / name, **ZSTD, compression_level="chunk"),
+    "litdata batch": lambda folder, name: write_litdata(folder / name, **ZSTD, compression_level="batch"),
+    "litdata sample": lambda folder, name: write_litdata(folder / name, **ZSTD, compression_level="sample"),
 }
-for level in ("chunk", "batch", "sample"):
-    options = {"compression": "zstd", "compression_level": level}
-    LONG[f"litdata {level}"] = partial(write_chunks, write_litdata, **options)
 NUM_DAMAGES = {"hf-datasets": 75, "mds": 60}
 MIN_FAULTS = {"hf-datasets": 21, "mds": 34, "litdata": 4}
 

@@ -100,18 +100,16 @@ def test_aspect_ratio_buckets_share_text_embeddings(tmp_path: Path, prefix: str)
     assert_samples(expected, found)
 
 
-def test_without_text_embeddings_and_clips_of_one_video(tmp_path: Path) -> None:
+def test_latents_alone_and_texts_alone(tmp_path: Path) -> None:
+    """Several clips may be of one video."""
     items = [latent_item("/data/clip.mp4", ["x"]), latent_item("/data/clip.mp4", ["x"]), {"latents": torch.ones(3)}]
     write_cache(tmp_path / "in" / "cache_512x512x33" / "latents", items)
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert report.ok
     assert_same(items, list(found.values()))
-
-
-def test_text_embeddings_alone(tmp_path: Path) -> None:
     items = [text_item(f"/data/{i}.png", "t5_embed") for i in range(3)]
-    write_cache(tmp_path / "in" / "text_embeddings_1", items)
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
+    write_cache(tmp_path / "texts" / "text_embeddings_1", items)
+    found, _ = imported(tmp_path / "texts", tmp_path / "out of texts")
     assert_same({f"text_embeddings_1/{i:08d}": item for i, item in enumerate(items)}, found)
 
 

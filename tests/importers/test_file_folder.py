@@ -14,7 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
-from tests.importers.folders import Gadget, assert_left_out, imported
+from tests.importers.folders import Gadget, assert_left_out, imported, saved
 from tests.same import assert_same
 
 
@@ -147,15 +147,6 @@ def test_a_structure_beside_the_tensors_of_many_samples(folder: Path, tmp_path: 
     assert_left_out(folder, "train.skeleton.pkl", "has the structure of the tensors in train.safetensors", ["good"])
 
 
-def test_several_arrays_in_one_npy(folder: Path, tmp_path: Path) -> None:
-    """numpy would read only the first one."""
-    with open(folder / "a.npy", "wb") as file:
-        np.save(file, np.arange(3))
-        np.save(file, np.arange(4))
-    with pytest.raises(tc.FormatError, match=r"a.npy: .*follow the array, which ends at byte 152"):
-        tc.import_cache(folder, tmp_path / "out")
-
-
 def test_object_arrays_need_trust(folder: Path, tmp_path: Path) -> None:
     np.save(folder / "a.npy", np.array([{"x": 1}, None]), allow_pickle=True)
     with pytest.raises(tc.FormatError, match=r"a.npy: .*pickled objects"):
@@ -193,11 +184,21 @@ def test_files_of_torch_before_1_6(folder: Path, tmp_path: Path, protocol: int) 
 
 
 @pytest.mark.parametrize("trust", [False, True])
-@pytest.mark.parametrize("protocol", [0, 4])
-def test_several_pickles_in_one_file(folder: Path, tmp_path: Path, trust: bool, protocol: int) -> None:
-    """`pickle.load` would read only the first one."""
-    (folder / "a.pkl").write_bytes(pickle.dumps(1, protocol) + pickle.dumps(2, protocol))
-    with pytest.raises(tc.FormatError, match="a.pkl"):
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.pkl", 2 * pickle.dumps(1, 0), "a.pkl"),
+        ("a.pkl", 2 * pickle.dumps(1, 4), "a.pkl"),
+        ("a.npy", 2 * saved(np.arange(3), numpy=True), r"a.npy: .*follow the array, which ends at byte 152"),
+    ],
+    ids=["protocol 0", "protocol 4", "npy"],
+)
+def test_several_values_in_one_file(
+    folder: Path, tmp_path: Path, trust: bool, name: str, content: bytes, message: str
+) -> None:
+    """`pickle.load` and numpy would read only the first one."""
+    (folder / name).write_bytes(content)
+    with pytest.raises(tc.FormatError, match=message):
         tc.import_cache(folder, tmp_path / "out", trust=trust)
 
 

@@ -42,28 +42,19 @@ def test_parallel_folders(tmp_path: Path) -> None:
     assert report.fingerprint["folders"] == ["audio_latents", "conditions", "latents", "mask", "reference_latents"]
 
 
-def test_old_names(tmp_path: Path) -> None:
-    root = tmp_path / ".precomputed"
-    expected = {
-        f"latent_{i}": {
-            "latents": save(latents(i), root / "latents" / f"latent_{i}.pt"),
-            "conditions": save(conditions(i), root / "conditions" / f"condition_{i}.pt"),
-        }
-        for i in range(3)
-    }
-    found, report = imported(tmp_path, tmp_path / "out")
+def test_several_data_sets_and_old_names(tmp_path: Path) -> None:
+    expected = {}
+    # of a folder of clips that is called latents, and with old names
+    files = [("latents/x", "latents/x"), ("y", "y"), ("latent_1", "condition_1")]
+    for name in ("one/.precomputed", "two"):
+        for latent, condition in files:
+            expected[f"{name.partition('/')[0]}/{latent}"] = {
+                "latents": save(latents(1), tmp_path / "in" / name / "latents" / f"{latent}.pt"),
+                "conditions": save(conditions(1), tmp_path / "in" / name / "conditions" / f"{condition}.pt"),
+            }
+    found, report = imported(tmp_path / "in", tmp_path / "out")
     assert (report.format, report.ok) == ("ltx", True)
     assert_samples(expected, found)
-
-
-def test_several_data_sets_and_custom_folders(tmp_path: Path) -> None:
-    for name in ("one/.precomputed", "two"):
-        for stem in ("latents/x", "y"):  # a folder of clips that is called latents
-            save(latents(0), tmp_path / "in" / name / "latents" / f"{stem}.pt")
-            save(conditions(0), tmp_path / "in" / name / "conditions" / f"{stem}.pt")
-    found, report = imported(tmp_path / "in", tmp_path / "out")
-    assert report.ok
-    assert sorted(found) == ["one/latents/x", "one/y", "two/latents/x", "two/y"]
 
 
 def test_latents_alone(tmp_path: Path) -> None:

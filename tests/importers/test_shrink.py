@@ -63,16 +63,12 @@ def test_every_bit_is_kept(tmp_path: Path) -> None:
 
 
 def test_views(tmp_path: Path) -> None:
+    """A tensor of one element is contiguous with any stride."""
     tensors = {"rows": torch.ones(2, 3, 4)[:, ::2], "expanded": torch.ones(1).expand(5)}
     (tmp_path / "in").mkdir()
     torch.save(tensors, tmp_path / "in" / "a.pt")
-    found, _ = imported(tmp_path / "in", tmp_path / "out", narrow=True)
+    found, _ = imported(tmp_path / "in", tmp_path / "views", narrow=True)
     assert_same({name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()}, found["a"])
-
-
-def test_views_of_one_element(tmp_path: Path) -> None:
-    """A tensor of one element is contiguous with any stride."""
-    (tmp_path / "in").mkdir()
     torch.save({"one": torch.ones(4)[::2][:1], "mask": torch.zeros(4)[::2][:1]}, tmp_path / "in" / "a.pt")
     samples, _ = imported(tmp_path / "in", tmp_path / "out", narrow=True, trim={"one": "mask"}, drop_padding=True)
     assert samples["a"]["one"].shape == (0,)
@@ -119,11 +115,9 @@ def test_rows_after_the_mask(tmp_path: Path) -> None:
         keys = list(cache.keys())
     for key, states in zip(keys, batch["text"]["states"], strict=True):
         assert torch.equal(states, before[tc.original_name(key)]["text"]["states"])
-
-
-def test_a_batch_of_one(tmp_path: Path) -> None:
-    before = {"states": torch.zeros(1, 6, 2), "mask": torch.tensor([[1, 1, 0, 0, 0, 0]])}
-    after, _ = trimmed(tmp_path, {"a": before}, {"states": "mask"})
+    (tmp_path / "one").mkdir()
+    batch_of_one = {"states": torch.zeros(1, 6, 2), "mask": torch.tensor([[1, 1, 0, 0, 0, 0]])}
+    after, _ = trimmed(tmp_path / "one", {"a": batch_of_one}, {"states": "mask"})
     assert after["a"]["states"].shape == (1, 2, 2)
 
 

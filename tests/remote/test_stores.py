@@ -1,4 +1,4 @@
-"""Objects of an S3 server, through obstore: right bytes or a clear error, and forked processes, which are refused."""
+"""Caches in an S3 store, through obstore: folders, right bytes or a clear error, and forked processes, which are refused."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from tests.remote.servers.http_server import HttpServer
 from tests.remote.servers.write_server import SECRET, WriteServer, environment
 from tests.same import assert_same
 
+SAMPLES = [small(i) for i in range(12)]
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, bytes]:
@@ -33,6 +35,46 @@ def test_long_objects(write_server: WriteServer, tmp_path: Path) -> None:
     write_server.put("cache/manifest.json", (tmp_path / "manifest.json").read_bytes() + b" " * (5 << 20))
     with tc.open("s3://bucket/cache") as cache:
         assert torch.equal(cache[0]["x"].load(), torch.arange(1_200_000))
+
+
+@pytest.fixture
+def url(write_server: WriteServer, tmp_path: Path) -> str:
+    folder = write_cache(tmp_path / "cache", SAMPLES)
+    for path in folder.iterdir():
+        write_server.put(f"a cache/{path.name}", path.read_bytes())
+    return "s3://bucket/a cache"
+
+
+def test_sources(url: str, write_server: WriteServer) -> None:
+    shards = [f"{url}/00{i}.tar" for i in range(3)]
+    for source in (url, f"{url}/", f"{url}/manifest.json", f"{url}/*.tar", f"{url}/0?[0-2].tar", shards):
+        with tc.open(source) as cache:
+            assert list(cache.keys()) == [f"{i:03d}" for i in range(12)]
+            assert_same(SAMPLES[7], cache[7])
+    write_server.delete("a cache/manifest.json")
+    with tc.open(url) as cache:
+        assert_same(SAMPLES, list(cache))
+        assert [each["size"] for each in cache.__getitems__([3, 11])] == [(3, 2), (11, 2)]
+    for source, message in (
+        (f"{url}/x*.tar", r"x\*.tar matches no object"),
+        ("s3://bucket/nothing", r"nothing has neither manifest.json nor any \*.tar"),
+        (f"{url}/manifest.jsn", r"jsn has neither .*; a url that ends in neither .* a folder$"),
+        (f"{url}/manifes.json", r"manifes.json does not exist$"),
+        (f"{url}/003.tar", "a cache/003.tar: the shard does not exist"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            tc.open(source)
+
+
+@pytest.mark.parametrize("name", ["a b", "a#1", "a?b", "50%", "é+&=", "[x]", "{y}"])
+def test_keys(write_server: WriteServer, tmp_path: Path, name: str) -> None:
+    content = (write_cache(tmp_path / "cache", SAMPLES[:2]) / "000.tar").read_bytes()
+    write_server.put(f"{name}.tar", content)
+    if name == "[x]":
+        source = "s3://bucket/[[]x].tar"
+    else:
+        source = f"s3://bucket/{name}.tar".replace("{", "\\{").replace("}", "\\}").replace("?", "[?]")
+    assert_same(SAMPLES[1], tc.open(source)[1])
 
 
 def test_listing(write_server: WriteServer, files: dict[str, bytes]) -> None:
@@ -105,14 +147,12 @@ def test_credentials_in_urls_are_refused(write_server: WriteServer, call: object
 
 @pytest.mark.long
 @pytest.mark.usefixtures("new_forkserver")
-def test_forked_processes_are_refused_and_the_remedy_works(write_server: WriteServer, tmp_path: Path) -> None:
-    for path in write_cache(tmp_path / "cache", [small(i) for i in range(12)]).iterdir():
-        write_server.put(f"cache/{path.name}", path.read_bytes())
-    cache = tc.open("s3://bucket/cache")
-    assert_same(small(3), cache[3])
+def test_forked_processes_are_refused_and_the_remedy_works(url: str) -> None:
+    cache = tc.open(url)
+    assert_same(SAMPLES[3], cache[3])
 
     def work() -> None:
-        for read_it in (lambda: cache[4], lambda: tc.open("s3://bucket/cache")):
+        for read_it in (lambda: cache[4], lambda: tc.open(url)):
             with pytest.raises(tc.RemoteError, match=r"forked.*forkserver.*tc\.torch_loader"):
                 read_it()
 
@@ -123,12 +163,12 @@ def test_forked_processes_are_refused_and_the_remedy_works(write_server: WriteSe
     loader = tc.torch_loader(cache.select("latent"), 4, num_workers=1)
     assert loader.multiprocessing_context.get_start_method() == "forkserver"
     assert all(map(torch.equal, expected, [batch["latent"] for batch in loader]))
-    stream = tc.ResumablePipeline("s3://bucket/cache/", tc.decode(lazy=False))
+    stream = tc.ResumablePipeline(f"{url}/", tc.decode(lazy=False))
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "forkserver", "collate_fn": dict}
     workers = DataLoader(stream, batch_size=None, **options)
     samples = {int(sample["__key__"]): sample["tensorcache"] for sample in workers}
     assert len(samples) == 12
-    assert_same(small(3), samples[3])
+    assert_same(SAMPLES[3], samples[3])
 
 
 # --- stores that fail

@@ -157,11 +157,9 @@ def test_names(servers: Servers, folder: Path) -> None:
             check(url)
         first.delete(f"{number}/{name}.tar")
         refused(tc.MissingShardError, check, url)
-
-
-def test_urls_that_are_not_encoded(servers: Servers, folder: Path) -> None:
-    servers[0].put("a b/ü.tar?q=ä b", (folder / "a.tar").read_bytes())
-    check(f"{servers[0].url.replace('http://', 'HTTP://me:x@')}/a b/ü.tar?q=ä b#f")
+    # urls that are not encoded
+    first.put("a b/ü.tar?q=ä b", content)
+    check(f"{first.url.replace('http://', 'HTTP://me:x@')}/a b/ü.tar?q=ä b#f")
 
 
 @pytest.fixture(scope="module")

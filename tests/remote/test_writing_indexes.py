@@ -31,6 +31,10 @@ def test_next_to_the_shard(write_server: WriteServer, tmp_path: Path, stock: byt
         assert list(index.keys) == list(local.keys)
         expected = {name: (tmp_path / name).read_bytes() for name in ("a.tar", "a.tar.index", "a.idx")}
         assert write_server.objects("cache/") == expected
+    with tc.ShardWriter("s3://bucket/own.tar", fingerprint={"model": "a"}) as sink:
+        sink.write("a", 1)
+    for options in ({}, {"index_folder": tmp_path}):
+        assert tc.write_index("s3://bucket/own.tar", **options).fingerprint == {"model": "a"}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("is_local", [False, True])
@@ -51,13 +55,6 @@ def test_a_shard_on_a_web_server(http_server: HttpServer, tmp_path: Path, stock:
     assert sorted(path.name for path in (tmp_path / "indexes").iterdir()) == ["a b.idx", "a b.tar.index"]
     with tc.open(url, index_folder=str(tmp_path / "indexes")) as cache:
         assert_same(diffusion_sample(3), tc.realize(cache["003"]))
-
-
-def test_fingerprints_are_kept(write_server: WriteServer, tmp_path: Path, stock: bytes) -> None:
-    with tc.ShardWriter("s3://bucket/own.tar", fingerprint={"model": "a"}) as sink:
-        sink.write("a", 1)
-    assert tc.write_index("s3://bucket/own.tar").fingerprint == {"model": "a"}
-    assert tc.write_index("s3://bucket/own.tar", index_folder=tmp_path).fingerprint == {"model": "a"}
 
 
 def test_refusals(write_server: WriteServer, tmp_path: Path, stock: bytes) -> None:

@@ -46,6 +46,15 @@ from tests.remote.servers.process import ServerProcess
 
 _PIECE = 64 * 1024
 _addresses = (f"127.{1 + n // 200}.{n % 200}.1" for n in itertools.count())  # of this machine
+OPTIONS: dict[str, Any] = {
+    "ranges": True,  # obey `Range`
+    # for the end of an object; or the status that refuses it; or "first": `bytes=-5` gets the first 6 bytes, as of s3rver
+    "suffix_ranges": True,
+    "etag": "strong",  # or "weak", "length" (a strong one that depends on the length alone), or None
+    "last_modified": True,  # send a `Last-Modified` header; a number is the time in it, for all objects
+    "latency_s": 0.0,  # time from a request to its answer
+    "rate": None,  # bytes per second of all answers together
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +78,8 @@ class HttpServer(ServerProcess):
 
     Args:
         folder: Serve its files, too.
-        ranges, suffix_ranges: Obey `Range`, and those for the end of an object. `suffix_ranges` may be the status
-            that refuses one, or "first": the answer to `bytes=-5` is the first 6 bytes, as of s3rver.
-        etag: "strong", "weak", "length" (a strong one that depends on the length alone) or None.
-        last_modified: Send a `Last-Modified` header; a number is the time in it, for all objects.
-        latency_s: Time from a request to its answer.
-        rate: Bytes per second of all answers together; None for no limit.
         certificate: Speak TLS with the certificate and key in this PEM file. The other methods of this class trust it.
+        options: Other values of `OPTIONS`.
 
     Attributes:
         url: For example `http://127.0.0.1:40000`.
@@ -85,25 +89,10 @@ class HttpServer(ServerProcess):
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,
-        *,
-        ranges: bool = True,
-        suffix_ranges: bool | int | str = True,
-        etag: str | None = "strong",
-        last_modified: bool | int = True,
-        latency_s: float = 0.0,
-        rate: float | None = None,
         certificate: str | os.PathLike[str] | None = None,
+        **options: Any,
     ) -> None:
-        options = {
-            "folder": folder,
-            "ranges": ranges,
-            "suffix_ranges": suffix_ranges,
-            "etag": etag,
-            "last_modified": last_modified,
-            "latency_s": latency_s,
-            "rate": rate,
-            "certificate": certificate,
-        }
+        options |= {"folder": folder, "certificate": certificate}
         super().__init__(["-m", "tests.remote.servers.http_server", json.dumps(options, default=os.fspath)])
         self._first_url = self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.port}"
         tls = ssl.create_default_context(cafile=certificate) if certificate else None
@@ -391,7 +380,7 @@ class _Server:
 
 
 async def _main() -> None:
-    server, tls = _Server(json.loads(sys.argv[1])), None
+    server, tls = _Server(OPTIONS | json.loads(sys.argv[1])), None
     if server.options["certificate"]:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         tls.load_cert_chain(server.options["certificate"])
