@@ -54,10 +54,13 @@ def saved(value: Any, numpy: bool = False) -> bytes:
     return out.getvalue()
 
 
-def save(value: Any, path: Path) -> Any:
-    """Write a file with `torch.save`; return the value."""
+def save(value: Any, path: Path, metadata: dict[str, str] | None = None) -> Any:
+    """Write a file of torch or, by its suffix, of safetensors; return the value."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, path)
+    if path.suffix == ".safetensors":
+        safetensors.torch.save_file(value, path, metadata)
+    else:
+        torch.save(value, path)
     return value
 
 
@@ -98,6 +101,7 @@ def assert_left_out(source: Path, bad: str, message: str, good: Iterable[str], *
     assert len(str(caught.value)) < 2000
     found, report = imported(source, Path(f"{out} skipped"), on_error="skip", **options)
     assert sorted(found) == sorted(good)
+    assert not report.ok
     assert any(bad in (skipped.name, *skipped.files) for skipped in report.skipped)
 
 

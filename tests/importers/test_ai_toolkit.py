@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
-from tests.importers.folders import assert_left_out, assert_samples, imported
+from tests.importers.folders import assert_left_out, assert_samples, imported, save
 from tests.same import assert_same
 
 SOFTWARE = {"name": "ai-toolkit", "repo": "https://github.com/ostris/ai-toolkit", "version": "0.7.0"}
@@ -35,8 +34,7 @@ def save_latent(image: Path, tensors: dict[str, torch.Tensor], **more: Any) -> d
     metadata = {**info, "software": SOFTWARE}
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}
     path = image.parent / "_latent_cache" / f"{image.stem}_{hash_of(info)}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(tensors, path, {**metadata, "format": "pt"})
+    save(tensors, path, {**metadata, "format": "pt"})
     return info
 
 
@@ -45,9 +43,7 @@ def save_text(
 ) -> str:
     """Save the states of a caption that the trainer has normalized; return the hash in the file's name."""
     hashed = hash_of({"caption": caption, "text_embedding_space_version": model, "text_embedding_version": 1})
-    path = image.parent / "_t_e_cache" / f"{image.stem}_{hashed}.safetensors"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(tensors, path, metadata)
+    save(tensors, image.parent / "_t_e_cache" / f"{image.stem}_{hashed}.safetensors", metadata)
     return hashed
 
 
@@ -136,8 +132,7 @@ def test_clip_vision(tmp_path: Path) -> None:
     tensors = {"image_embeds": torch.randn(1, 8), "last_hidden_state": torch.randn(1, 5, 8)}
     names = [f"in/_clip_vision_cache/{name}.safetensors" for name in (f"a_{'x' * 22}", f"uncond_{'y-_Z' * 5}ab_3")]
     for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(tensors, tmp_path / name)
+        save(tensors, tmp_path / name)
     save_latent(tmp_path / "in" / "a.jpg", {"latent": torch.randn(4, 8, 8)})
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert report.ok
@@ -159,11 +154,9 @@ def test_bad_files(tmp_path: Path) -> None:
         (f"_t_e_cache/a_{HASH}", ["text_embed_0", "text_embed"], "complete"),
         ("_latent_cache/a", ["latent"], "is not named"),
     ):
-        path = folder / f"{name}.safetensors"
-        path.parent.mkdir(exist_ok=True)
-        safetensors.torch.save_file({tensor: torch.ones(2) for tensor in tensors}, path)
+        save({tensor: torch.ones(2) for tensor in tensors}, folder / f"{name}.safetensors")
         assert_left_out(folder, f"{name}.safetensors", message, ["good"])
-        path.unlink()
+        (folder / f"{name}.safetensors").unlink()
 
 
 def test_tensors_and_metadata_of_any_kind(tmp_path: Path) -> None:
@@ -183,7 +176,6 @@ def test_tensors_and_metadata_of_any_kind(tmp_path: Path) -> None:
         "class_name": "null",
         "c": "",
     }
-    path = tmp_path / "in" / "_latent_cache" / f"12_{HASH}.safetensors"
-    safetensors.torch.save_file({"latent": torch.ones(2)}, path, more)
+    save({"latent": torch.ones(2)}, tmp_path / "in" / "_latent_cache" / f"12_{HASH}.safetensors", more)
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert_samples({"clip": {**tensors, "info": info}, "12": {"latent": torch.ones(2), "info": more}}, found)

@@ -12,7 +12,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.cli.command import run
-from tests.importers.folders import assert_complete, assert_left_out, format_of, imported
+from tests.importers.folders import assert_complete, assert_left_out, format_of, imported, save
 from tests.same import assert_same
 
 RNG = np.random.default_rng(0)
@@ -267,7 +267,6 @@ def save_new(
     alpha: bool = False,
     **metadata: str,
 ) -> dict[str, torch.Tensor]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"architecture": "sdxl", "width": str(size[0]), "height": str(size[1]), "format_version": "1.0.0"}
     entries = {}
     for tensor in latents:
@@ -278,19 +277,18 @@ def save_new(
             entries[f"latents_flipped_{end}_{str(tensor.dtype)[6:]}"] = tensor.float().flip(-1).to(tensor.dtype)
         if alpha:
             entries[f"alpha_mask_{end}"] = torch.rand(tensor.shape[1] * 8, tensor.shape[2] * 8)
-    safetensors.torch.save_file(entries, path, metadata=facts | metadata)
+    save(entries, path, facts | metadata)
     return entries
 
 
 def save_new_text(path: Path, *captions: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     entries = {}
     for number in range(len(captions)):
         end = f"_{number}_{str(dtype)[6:]}"
         entries |= {f"hidden_state1{end}": torch.randn(7, 4).to(dtype), f"pool2{end}": torch.randn(4).to(dtype)}
         entries[f"t5_attn_mask_{number}"] = torch.arange(7)
     facts = {f"caption{number + 1}": text for number, text in enumerate(captions)}
-    safetensors.torch.save_file(entries, path, metadata={"architecture": "sdxl", "format_version": "1.0.0"} | facts)
+    save(entries, path, {"architecture": "sdxl", "format_version": "1.0.0"} | facts)
     return entries
 
 
@@ -371,11 +369,7 @@ def test_safetensors_with_wrong_metadata(tmp_path: Path) -> None:
     ],
 )
 def test_safetensors_with_wrong_prompts(tmp_path: Path, keys: list[str], message: str) -> None:
-    (tmp_path / "in").mkdir()
-    safetensors.torch.save_file(
-        {key: torch.ones(2) for key in keys},
-        tmp_path / "in" / "a_sdxl_77_te.safetensors",
-        metadata={"architecture": "sdxl", "format_version": "1.0.0"},
-    )
+    metadata = {"architecture": "sdxl", "format_version": "1.0.0"}
+    save({key: torch.ones(2) for key in keys}, tmp_path / "in" / "a_sdxl_77_te.safetensors", metadata)
     save_new_text(tmp_path / "in" / "b_sdxl_77_te.safetensors", "good")
     assert_left_out(tmp_path / "in", "a_sdxl_77_te.safetensors", message, "b")

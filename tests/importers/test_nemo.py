@@ -41,8 +41,7 @@ def write_cache(root: Path, count: int = 5, shard_size: int = 2, **options: Any)
         size = "{}x{}".format(*data["bucket_resolution"])
         digest = md5("{}_{}".format(data["image_path"], size).encode()).hexdigest()
         name = f"{size}/{digest}"
-        (root / size).mkdir(parents=True, exist_ok=True)
-        torch.save(data, root / f"{name}.pt")
+        save(data, root / f"{name}.pt")
         more = {"aspect_ratio": 0.5 * (1 + i), "pixels": 1000 + i, "model_type": "flux"}
         item = {"cache_file": str(root / f"{name}.pt"), "bucket_resolution": list(data["bucket_resolution"])}
         items.append({**item, "prompt": data["prompt"], "image_path": data["image_path"], **more})
@@ -105,12 +104,11 @@ def video_data(i: int) -> dict[str, Any]:
 
 def test_meta_files(tmp_path: Path) -> None:
     """Old ones are pickles, or their first frame is an array of numpy, whose pickle names functions of numpy."""
-    (tmp_path / "in").mkdir()
     expected = {name: video_data(i) for i, name in enumerate("abcd")}
     for name in "cd":
         expected[name]["first_frame"] = torch.arange(12, dtype=torch.uint8).view(2, 2, 3).numpy()
     for name in "abc":
-        torch.save(expected[name], tmp_path / "in" / f"{name}.meta")
+        save(expected[name], tmp_path / "in" / f"{name}.meta")
     (tmp_path / "in" / "d.meta").write_bytes(pickle.dumps(expected["d"]))
     found, report = imported(tmp_path / "in", tmp_path / "out")
     assert (report.format, report.ok) == ("nemo", True)

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import assert_left_out, assert_samples, imported
+from tests.importers.folders import assert_left_out, assert_samples, imported, save
 
 LENGTH, HIDDEN, VOCABULARY = 6, 4, 10
 FACTS = {"dtype": "bf16", "format_version": 2, "selected_token_ids": [3, 1, 7], "target_model": "Qwen/Qwen3-8B"}
@@ -48,15 +47,13 @@ def common(count: int) -> dict[str, torch.Tensor]:
 
 def write_cache(folder: Path, count: int, make: Any = eagle3, shard_size: int = 2, **manifest: Any) -> dict[str, Any]:
     """Write a cache; return its samples by the names that they must get."""
-    folder.mkdir(parents=True, exist_ok=True)
     samples = {}
     for shard, begin in enumerate(range(0, count, shard_size)):
         tensors = make(min(shard_size, count - begin))
-        safetensors.torch.save_file(tensors, folder / f"shard-{shard:06d}.safetensors")
+        save(tensors, folder / f"shard-{shard:06d}.safetensors")
         for row in range(len(tensors["input_ids"])):
             samples[f"shard-{shard:06d}/{row:05d}"] = {name: tensor[row] for name, tensor in tensors.items()}
-    weights = {"weight": torch.randn(VOCABULARY, HIDDEN)}
-    safetensors.torch.save_file(weights, folder / "target_embeddings.safetensors")
+    save({"weight": torch.randn(VOCABULARY, HIDDEN)}, folder / "target_embeddings.safetensors")
     listed = FACTS | {"num_samples": count, "shard_size": shard_size} | manifest
     (folder / "manifest.json").write_text(json.dumps(listed, indent=2, sort_keys=True))
     return samples
@@ -76,7 +73,7 @@ def test_each_row_is_a_sample(tmp_path: Path, make: Any) -> None:
 def test_several_caches(tmp_path: Path) -> None:
     """Of the files without a manifest, none is a sample."""
     expected = {f"{name}/{key}": sample for name in "ab" for key, sample in write_cache(tmp_path / name, 3).items()}
-    safetensors.torch.save_file(eagle3(2), tmp_path / "shard-000000.safetensors")
+    save(eagle3(2), tmp_path / "shard-000000.safetensors")
     found, report = imported(tmp_path, tmp_path / "out")
     assert_samples(expected, found)
     assert sorted(report.fingerprint["caches"]) == ["a", "b"]
@@ -97,5 +94,5 @@ def test_bad_files(tmp_path: Path) -> None:
         ({"x": rows["loss_mask"]}, "has no tensor 'input_ids'"),
         ({**rows, "loss_mask": rows["loss_mask"][:2].clone()}, "different numbers of rows"),
     ):
-        safetensors.torch.save_file(tensors, tmp_path / "in" / "shard-000007.safetensors")
+        save(tensors, tmp_path / "in" / "shard-000007.safetensors")
         assert_left_out(tmp_path / "in", "shard-000007.safetensors", message, expected)

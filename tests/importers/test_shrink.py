@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
 import wds_tensorcache as tc
-from tests.importers.folders import imported
+from tests.importers.folders import imported, save
 from tests.same import assert_same, tensor_bytes
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,8 +48,7 @@ CASES: dict[str, tuple[torch.Tensor, torch.dtype]] = {
 
 
 def test_every_bit_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    safetensors.torch.save_file({name: tensor for name, (tensor, _) in CASES.items()}, tmp_path / "in/a.safetensors")
+    save({name: tensor for name, (tensor, _) in CASES.items()}, tmp_path / "in" / "a.safetensors")
     narrowable = imported(tmp_path / "in", tmp_path / "wide")[1].nbytes_narrowable
     found, report = imported(tmp_path / "in", tmp_path / "out", narrow=True)
     for name, (tensor, dtype) in CASES.items():
@@ -65,8 +63,7 @@ def test_every_bit_is_kept(tmp_path: Path) -> None:
 def test_views(tmp_path: Path) -> None:
     """A tensor of one element is contiguous with any stride."""
     tensors = {"rows": torch.ones(2, 3, 4)[:, ::2], "expanded": torch.ones(1).expand(5)}
-    (tmp_path / "in").mkdir()
-    torch.save(tensors, tmp_path / "in" / "a.pt")
+    save(tensors, tmp_path / "in" / "a.pt")
     found, _ = imported(tmp_path / "in", tmp_path / "views", narrow=True)
     assert_same({name: tensor.bfloat16().contiguous() for name, tensor in tensors.items()}, found["a"])
     torch.save({"one": torch.ones(4)[::2][:1], "mask": torch.zeros(4)[::2][:1]}, tmp_path / "in" / "a.pt")
@@ -89,9 +86,8 @@ def sample(length: int = 3) -> dict[str, Any]:
 def trimmed(
     folder: Path, samples: dict[str, Any], masks: dict[str, str] = MASKS, drop_padding: bool = False
 ) -> tuple[dict[str, Any], Any]:
-    (folder / "in").mkdir(exist_ok=True)
     for name, value in samples.items():
-        torch.save(value, folder / "in" / f"{name}.pt")
+        save(value, folder / "in" / f"{name}.pt")
     return imported(folder / "in", folder / f"out {drop_padding}", trim=masks, drop_padding=drop_padding)
 
 
@@ -115,7 +111,6 @@ def test_rows_after_the_mask(tmp_path: Path) -> None:
         keys = list(cache.keys())
     for key, states in zip(keys, batch["text"]["states"], strict=True):
         assert torch.equal(states, before[tc.original_name(key)]["text"]["states"])
-    (tmp_path / "one").mkdir()
     batch_of_one = {"states": torch.zeros(1, 6, 2), "mask": torch.tensor([[1, 1, 0, 0, 0, 0]])}
     after, _ = trimmed(tmp_path / "one", {"a": batch_of_one}, {"states": "mask"})
     assert after["a"]["states"].shape == (1, 2, 2)

@@ -155,20 +155,10 @@ def test_mixed_places(server: HttpServer, folder: Path, local: tc.TensorCache) -
         assert not server.log()
 
 
-# --- changed and missing objects
-
-
-@pytest.fixture
-def changing(server: HttpServer, folder: Path) -> Iterator[tuple[Path, str]]:
-    path = folder / "changing"
+@pytest.mark.parametrize("change", ["same_length", "longer"])
+def test_a_changed_shard(server: HttpServer, folder: Path, change: str) -> None:
+    path, url = folder / change, f"{server.url}/{change}"
     shutil.copytree(folder / "small", path)
-    yield path, f"{server.url}/changing"
-    shutil.rmtree(path)
-
-
-@pytest.mark.parametrize("change", ["same length", "longer"])
-def test_a_changed_shard(changing: tuple[Path, str], change: str) -> None:
-    path, url = changing
     cache = tc.open(url)
     before = cache.read_tensors(range(5), collate="list")
     lazy = cache[3]["latent"]
@@ -188,7 +178,7 @@ def test_a_changed_shard(changing: tuple[Path, str], change: str) -> None:
         lambda: pickle.loads(pickle.dumps(cache))[0],
         lambda: cache.read_members([0], "json"),
     ):
-        with pytest.raises(tc.FormatError, match=r"changing/000.tar: .*the shard was changed.*open it again"):
+        with pytest.raises(tc.FormatError, match=rf"{change}/000.tar: .*the shard was changed.*open it again"):
             read()
     assert_same(before["latent"], [SMALL[i]["latent"] for i in range(5)])
     assert_same(SMALL[7], cache[7])

@@ -15,6 +15,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.children import run_in_child
+from tests.reading.batches import write
 from tests.remote.conftest import wait
 from tests.remote.reads import KINDS, PASS, outcomes, read_cache, read_stream, refused, write_shard
 from tests.remote.servers.http_server import HttpServer, Request
@@ -384,8 +385,7 @@ def test_whole_objects_that_were_asked_for_as_ranges(server: HttpServer, url: st
 
 def test_a_disk_without_space(server: HttpServer, url: str, tmp_path: Path, expected: Any) -> None:
     server.set(ranges=False)
-    with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
-        sink.write("0", {"x": torch.zeros(150_000, dtype=torch.uint8)})
+    write(tmp_path / "a.tar", [{"x": torch.zeros(150_000, dtype=torch.uint8)}])
     server.put("c/large.tar", (tmp_path / "a.tar").read_bytes())
 
     def work() -> None:

@@ -15,18 +15,16 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests.remote.reads import PASS, refused
+from tests.reading.batches import write
+from tests.remote.reads import PASS, outcomes, refused
 from tests.remote.servers.http_server import HttpServer
-
-NBYTES = 9000
 
 
 @pytest.fixture
 def url(http_server: HttpServer, tmp_path: Path) -> str:
     """A cache of 40 shards with one sample each."""
-    with tc.ShardWriter(tmp_path / "c", max_samples=1, fsync=False) as sink:
-        for i in range(40):
-            sink.write(f"{i}", {"x": torch.full((NBYTES,), i, dtype=torch.uint8)})
+    samples = [{"x": torch.full((9000,), i, dtype=torch.uint8)} for i in range(40)]
+    write(tmp_path / "c" / "%06d.tar", samples, max_samples=1)
     http_server.set(folder=tmp_path)
     return f"{http_server.url}/c"
 
@@ -113,23 +111,13 @@ def test_many_callers(http_server: HttpServer, url: str, tmp_path: Path) -> None
     with tc.open(url) as cache:
         cache.read_tensors(range(40))
         (tmp_path / "c" / "000039.tar").unlink()
-        wrong: list[object] = []
-
-        def work(number: int) -> None:
-            try:
-                tensors = cache.read_tensors(range(number % 2, 39 + (number % 4 == 3)))["x"]
-            except tc.MissingShardError:
-                wrong.extend([number] if number % 4 != 3 else [])
-                return
-            if number % 4 == 3 or tensors[:, -1].tolist() != list(range(number % 2, 39)):
-                wrong.append(number)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(12)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong
+        ranges = [range(number % 2, 39 + (number % 4 == 3)) for number in range(12)]
+        found = outcomes([lambda indices=indices: cache.read_tensors(indices)["x"] for indices in ranges])
+        for indices, tensors in zip(ranges, found, strict=True):
+            if 39 in indices:
+                assert isinstance(tensors, tc.MissingShardError)
+            else:
+                assert tensors[:, -1].tolist() == list(indices)
 
 
 def test_heads_that_drip(monkeypatch: pytest.MonkeyPatch) -> None:

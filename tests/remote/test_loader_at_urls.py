@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import wds_tensorcache as tc
-from tests.remote.caches import listing, small, write_cache
+from tests.remote.caches import small, write_cache
 from tests.remote.servers.http_server import HttpServer
 
 
@@ -70,18 +70,6 @@ def test_a_loader_reads_further_ahead_while_training_waits(server: HttpServer, f
         assert alone._ahead.count == 4
 
 
-def test_a_second_epoch_from_a_nodes_cache(server: HttpServer, folder: Path, tmp_path: Path) -> None:
-    """It needs no requests, so it reads no further ahead than from a local disk."""
-    with tc.open(f"{server.url}/cache", cache_dir=tmp_path / "node") as cache:
-        loader = tc.Loader(cache.select("latent"), 2, shuffle=True)
-        assert len(list(loader)) == 30
-        assert loader._ahead.count > 4
-        server.log()
-        assert len(list(loader)) == 30
-        assert loader._ahead.count == 2
-        assert not server.log()
-
-
 def test_new_weights_on_ranks_that_read_different_numbers_of_batches_ahead(server: HttpServer, tmp_path: Path) -> None:
     """One rank has all blocks in its node's cache; both use new weights from the same step on, and have one state."""
     with tc.open(f"{server.url}/cache", cache_dir=tmp_path / "node") as warm, tc.open(f"{server.url}/cache") as cold:
@@ -101,11 +89,3 @@ def test_new_weights_on_ranks_that_read_different_numbers_of_batches_ahead(serve
             assert ranks[0].state_dict() == ranks[1].state_dict()
             begin -= epoch * len(ranks[0])
             assert set(sources[begin:]) <= {"ba"[epoch]}
-
-
-def test_a_loader_over_many_shards_reads_no_index_ahead(server: HttpServer) -> None:
-    server.put("many/manifest.json", listing(*(f"{i:04d}.tar" for i in range(1000))))
-    server.log()
-    with tc.open(f"{server.url}/many") as cache, tc.Loader(cache, 32, shuffle=True) as loader:
-        assert len(loader) == 313
-    assert [request.path for request in server.log()] == ["/many/manifest.json"]

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
-from tests import children
+from tests import children, same
+from tests.reading.batches import write as write_samples
 from tests.remote.servers.http_server import HttpServer, Request
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, SUFFIX
 
@@ -31,12 +32,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, seed: int) -> None:
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
     generator = torch.Generator().manual_seed(seed)
-    with tc.ShardWriter(folder / "train-%06d.tar", max_samples=NUM_SAMPLES // NUM_SHARDS, overwrite=True) as writer:
-        for i in range(NUM_SAMPLES):
-            latent = torch.randn(4, 16, 16, generator=generator)
-            sample = {"latent": latent, "text": torch.randn(5 + i % 3, 9, generator=generator), "n": i}
-            writer.write(f"{i:04d}", sample)
+    samples = [{"latent": draw(4, 16, 16), "text": draw(5 + i % 3, 9), "n": i} for i in range(NUM_SAMPLES)]
+    write_samples(folder / "train-%06d.tar", samples, max_samples=NUM_SAMPLES // NUM_SHARDS, overwrite=True)
 
 
 @pytest.fixture
@@ -50,10 +51,7 @@ def read(cache: tc.TensorCache, indices: Any) -> Any:
 
 
 def assert_same(cache: tc.TensorCache, local: tc.TensorCache, indices: Any) -> None:
-    found, expected = read(cache, indices), read(local, indices)
-    assert torch.equal(found["latent"], expected["latent"])
-    assert all(map(torch.equal, found["text"], expected["text"]))
-    assert list(found["n"]) == list(expected["n"])
+    same.assert_same(read(local, indices), read(cache, indices))
 
 
 def epoch(cache: tc.TensorCache, local: tc.TensorCache, seed: int) -> None:
@@ -80,8 +78,9 @@ def test_the_second_epoch_makes_no_request(folder: Path, server: HttpServer, tmp
         epoch(cache, local, 1)
         # all bytes of the samples are there, though not the index that follows them; nothing is left to check
         assert set(cache._store.whole_copies) == set(range(NUM_SHARDS))
-        seen = [n for batch in tc.Loader(cache.select("latent"), 7, num_threads=3, seed=3) for n in batch["n"]]
-        assert sorted(seen) == list(range(NUM_SAMPLES))
+        loader = tc.Loader(cache.select("latent"), 7, num_threads=3, seed=3)
+        assert sorted(n for batch in loader for n in batch["n"]) == list(range(NUM_SAMPLES))
+        assert loader._ahead.count == 2  # no more than from a local disk
         assert server.log() == []
         for i in (0, 17, 59):
             assert torch.equal(cache[i]["latent"].load(), local[i]["latent"].load())

@@ -18,13 +18,9 @@ SAMPLES = [small(i) for i in range(12)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_cache(tmp_path_factory.mktemp("served") / "cache", SAMPLES)
-
-
-@pytest.fixture(scope="module")
-def server(module_server: HttpServer, folder: Path) -> HttpServer:
-    module_server.set(folder=folder.parent)
-    return module_server
+    root = tmp_path_factory.mktemp("served")
+    write_cache(root / "cache", SAMPLES)
+    return root
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +36,8 @@ def test_a_thousand_shards_need_the_manifest_alone(server: HttpServer) -> None:
     server.put("many/manifest.json", listing(*(f"train-{i:06d}.tar" for i in range(1000))))
     cache = tc.open(f"{server.url}/many")
     assert (len(cache), cache.num_shards) == (10_000, 1000)
+    with tc.Loader(cache, 32, shuffle=True) as loader:
+        assert len(loader) == 313
     assert _requests(server) == [("GET", "/many/manifest.json")]
     with pytest.raises(tc.MissingShardError, match=rf"{server.url}/many/train-000123.tar: .*manifest.json lists it"):
         cache[1234]
@@ -101,7 +99,7 @@ def test_a_folder_without_a_manifest(server: HttpServer) -> None:
 def test_another_shard(
     server: HttpServer, folder: Path, more_nbytes: int, num_samples: int, kind: str, message: str
 ) -> None:
-    content = (folder / "000.tar").read_bytes()
+    content = (folder / "cache" / "000.tar").read_bytes()
     server.put("stale/manifest.json", listing("000.tar", nbytes=len(content) + more_nbytes, num_samples=num_samples))
     server.put("stale/000.tar", content)
     with pytest.raises(tc.FormatError, match=message) as raised:
@@ -111,7 +109,7 @@ def test_another_shard(
 
 def test_other_members(server: HttpServer, folder: Path) -> None:
     """Without numbers of samples of each cache in the manifest, opening reads the indexes."""
-    content = (folder / "000.tar").read_bytes()
+    content = (folder / "cache" / "000.tar").read_bytes()
     manifest = listing("000.tar", nbytes=len(content), num_samples=5, caches=False)
     server.put("plain/manifest.json", manifest)
     server.put("plain/000.tar", content)

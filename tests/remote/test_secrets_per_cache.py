@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.remote.servers.http_server import HttpServer
 
 COUNT = 6
@@ -39,10 +40,9 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]
     found = []
     for revision in range(3):
         folder = tmp_path_factory.mktemp("revision")
-        with tc.ShardWriter(f"{folder}/%03d.tar", max_samples=2, fsync=False) as writer:
-            for i in range(COUNT):
-                number = value(revision, i)
-                writer.write(key(revision, i), {"v": torch.full((500,), number), "i": number + 10_000})
+        numbers = {key(revision, i): value(revision, i) for i in range(COUNT)}
+        samples = {name: {"v": torch.full((500,), number), "i": number + 10_000} for name, number in numbers.items()}
+        write(folder, samples, max_samples=2)
         found.append({name: (folder / name).read_bytes() for name in NAMES})
     assert len({tuple(map(len, each.values())) for each in found}) == 1
     return found

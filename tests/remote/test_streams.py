@@ -138,16 +138,6 @@ def test_a_changed_shard_is_read_from_its_beginning(http_server: HttpServer, tmp
     assert third.state_dict()["starts"] == {}
 
 
-def test_a_shard_that_changes_while_it_is_read(http_server: HttpServer, tmp_path: Path) -> None:
-    content = tar_of(30, 1 << 20, tmp_path / "a.tar")
-    url = http_server.put("a.tar", content)
-    samples = iter(tc.ResumablePipeline(url))
-    next(samples)
-    http_server.put("a.tar", content[:-1024] + bytes(1024) + b"x")
-    with pytest.raises(tc.FormatError, match="changed"):
-        list(samples)
-
-
 def test_errors_name_the_url_and_handlers_continue(http_server: HttpServer, tmp_path: Path) -> None:
     content = tar_of(3, 1000, tmp_path / "a.tar")
     good = http_server.put("good #1.tar", content)

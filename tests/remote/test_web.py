@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import wds_tensorcache as tc
+from tests.reading.batches import write
 from tests.remote.caches import listing
 from tests.remote.reads import SECRETS, read_cache, refused, write_shard
 from tests.remote.servers.http_server import HttpServer
@@ -195,8 +196,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tls(servers: Servers, certificate: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plain, _ = servers
-    with tc.ShardWriter(tmp_path / "a.tar", fsync=False) as sink:
-        sink.write("0", {"x": torch.arange(1_000_000), "seed": 0})
+    write(tmp_path / "a.tar", [{"x": torch.arange(1_000_000), "seed": 0}])
     with HttpServer(tmp_path, certificate=certificate) as server:
         url = f"{server.url}/a.tar"
         assert "not trusted: self" in str(refused(tc.RemoteError, tc.open, url))

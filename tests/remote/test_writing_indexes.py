@@ -34,7 +34,7 @@ def test_next_to_the_shard(write_server: WriteServer, tmp_path: Path, stock: byt
     with tc.ShardWriter("s3://bucket/own.tar", fingerprint={"model": "a"}) as sink:
         sink.write("a", 1)
     for options in ({}, {"index_folder": tmp_path}):
-        assert tc.write_index("s3://bucket/own.tar", **options).fingerprint == {"model": "a"}  # type: ignore[arg-type]
+        assert tc.write_index("s3://bucket/own.tar", **options).fingerprint == {"model": "a"}
 
 
 @pytest.mark.parametrize("is_local", [False, True])
