@@ -86,6 +86,9 @@ def test_bad_files(
     (folder / "more").mkdir()
     (folder / "more" / name).write_bytes(content)
     assert_left_out(Path("in"), f"more/{name}", message, NAMES)
+    _, report = imported(Path("in"), Path("out"), on_error="skip")
+    assert (report.num_read, report.num_written, report.num_skipped) == (7, 6, 1)
+    assert [skipped.files for skipped in report.skipped] == [(f"more/{name}",)]
     assert not Path("hacked").exists()
 
 

@@ -55,6 +55,8 @@ def test_links_are_reported(tmp_path: Path, kind: bytes) -> None:
         member.type, member.linkname = kind, "a.txt"
         archive.addfile(member)
     assert_left_out(tmp_path / "in", "a.tar: b.jpg", r"a\.tar: b\.jpg: is a link", ["a", "b"])
+    _, report = imported(tmp_path / "in", tmp_path / "out", on_error="skip")
+    assert [skipped.name for skipped in report.skipped] == ["a.tar: b.jpg"]
 
 
 def test_every_kind_of_tensor(tmp_path: Path) -> None:
