@@ -382,6 +382,16 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
     check(tmp_path / "3", numbered(k001=9), list(numbered(8)))
 
 
+def test_numbers_of_many_digits(tmp_path: Path) -> None:
+    """A version numbers its new shards after the old ones, and a build continues after its own."""
+    pattern = tmp_path / "0" / "%020d.tar"
+    make(numbered(3), pattern, max_samples=2)
+    make(numbered(5), pattern, max_samples=2)
+    check(tmp_path / "0", numbered(5), list(numbered(5)))
+    make(numbered(8), tmp_path / "1", reuse=tmp_path / "0")
+    check(tmp_path / "1", numbered(8), list(numbered(8)))
+
+
 def test_other_members_of_samples_stay(tmp_path: Path) -> None:
     """Of those that stay; a build refuses caches that it would not make."""
     samples = {f"k{i:03d}": double([{"value": i}])[0] for i in range(8)}

@@ -153,7 +153,7 @@ class ShardPattern:
 def _build_regex(base: str) -> str:
     """Return a regular expression for shards of a build; its groups are rank, world size and number."""
     rank = "(?:r([0-9]{1,9})of([0-9]{1,9})-)?"
-    return rf"{rank}([0-9]{{1,18}})".join(re.escape(part) for part in _NUMBER.split(base, maxsplit=1))
+    return rf"{rank}([0-9]+)".join(re.escape(part) for part in _NUMBER.split(base, maxsplit=1))
 
 
 def _with_rank(base: str, rank: int, world_size: int) -> str:
