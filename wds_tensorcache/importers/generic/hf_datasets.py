@@ -61,9 +61,10 @@ def _open(folder: SourceFolder) -> Source:
                 lists[column] = max(lists.get(column, Lists.TENSORS), lists_of(array))
         described[root.rstrip("/")] = features
         read_block = lru_cache(_MAX_KEPT)(partial(_read_block, dataset))
+        num_rows, num_longer = divmod(len(dataset), max(1, len(files)))  # `save_to_disk` makes the first files longer
         for at in range(len(dataset)):
-            file = files[at * len(files) // len(dataset)]  # of save_to_disk, whose files have equal numbers of rows
-            yield file, partial(_read, read_block, at, features, lists)
+            number = at // (num_rows + 1) if at < num_longer * (num_rows + 1) else (at - num_longer) // num_rows
+            yield files[number], partial(_read, read_block, at, features, lists)
 
     infos = [name for name in folder.by_suffix.get(".json", ()) if name.split("/")[-1] == _INFO]
     indexes = [index for name in infos if (index := name[: -len(_INFO)] + _STATE) in folder]
