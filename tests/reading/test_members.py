@@ -83,6 +83,18 @@ def test_suffixes_of_other_writers(tmp_path: Path, raw: bytes, suffix: str, inde
     assert tc.verify(path).ok
 
 
+def test_a_cache_of_the_first_samples_of_a_long_shard(tmp_path: Path) -> None:
+    """The index has the rows of this cache in one byte each, and the rows of the members in two."""
+    with tc.ShardWriter(tmp_path, fsync=False) as sink:
+        for i in range(258):
+            named = {"first.tensorcache": {"x": torch.tensor([i])}} if i < 200 else {}
+            members = {"json": i} if i % 3 else {}
+            sink.write(str(i), {"y": torch.tensor([i])}, **named, **members)
+    with tc.open(tmp_path, cache="first") as cache:
+        assert cache.members == {"json": 133}
+        assert cache.read_members([1, 199], "json") == [b"1", b"199"]
+
+
 def test_joined(folder: Path, tmp_path: Path) -> None:
     """A member comes from the first cache that has it for the sample."""
     with tc.ShardWriter(tmp_path / "%d.tar", fsync=False) as sink:

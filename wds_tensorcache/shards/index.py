@@ -43,8 +43,9 @@ class MemberColumns:
 
     def find(self, rows: Array) -> Array:
         """Return the position of each sample's member in these columns; -1 for a sample without such a member."""
+        rows = rows.astype(np.int64)  # the dtype of another column may be too narrow for the last row of this column
         if self.rows is None:
-            return rows.astype(np.int64)
+            return rows
         if not len(self.rows):
             return np.full(len(rows), -1, np.int64)
         # equal dtypes: otherwise numpy converts the whole column, even to search for a single row
