@@ -227,7 +227,7 @@ def test_hostile_arguments(run: Run, hostile: Path) -> None:
         assert "\nforged" not in found.err
 
 
-def test_what_is_not_text_stays_off_the_terminal(on_terminal: Run, run: Run, cache: Path, hostile: Path) -> None:
+def test_bytes_and_escapes_stay_off_the_terminal(on_terminal: Run, run: Run, cache: Path, hostile: Path) -> None:
     for arguments in (
         ["cat", cache, KEY, "latents"],
         ["cat", cache, KEY, "--member", "jpg"],

@@ -36,6 +36,6 @@ def test_the_page_shows_what_commands_print(
     commands = [shown for text in consoles for shown in re.findall(command, text, re.MULTILINE)]
     assert len(commands) >= 4
     for arguments, expected in commands:
-        found = run(*arguments.split())
-        assert (found.status, found.err) == (0, "")
-        assert found.out == expected, arguments
+        result = run(*arguments.split())
+        assert (result.status, result.err) == (0, "")
+        assert result.out == expected, arguments

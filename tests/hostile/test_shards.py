@@ -54,9 +54,9 @@ OPENED: dict[str, tuple[dict[str, bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", OPENED)
-def test_samples_that_are_refused_when_a_shard_is_opened(tmp_path: Path, what: str) -> None:
-    members, message = OPENED[what]
+@pytest.mark.parametrize("case", OPENED)
+def test_samples_that_are_refused_when_a_shard_is_opened(tmp_path: Path, case: str) -> None:
+    members, message = OPENED[case]
     path = put(tmp_path / "x.tar", members)
     for reader in READERS:
         assert message in str(refused(path, reader))

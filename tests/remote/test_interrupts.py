@@ -112,8 +112,8 @@ def test_many_callers(http_server: HttpServer, url: str, tmp_path: Path) -> None
         cache.read_tensors(range(40))
         (tmp_path / "c" / "000039.tar").unlink()
         ranges = [range(number % 2, 39 + (number % 4 == 3)) for number in range(12)]
-        found = outcomes([lambda indices=indices: cache.read_tensors(indices)["x"] for indices in ranges])
-        for indices, tensors in zip(ranges, found, strict=True):
+        results = outcomes([lambda indices=indices: cache.read_tensors(indices)["x"] for indices in ranges])
+        for indices, tensors in zip(ranges, results, strict=True):
             if 39 in indices:
                 assert isinstance(tensors, tc.MissingShardError)
             else:
