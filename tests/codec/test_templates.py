@@ -217,9 +217,10 @@ def test_results_share_nothing() -> None:
         {"e": [[], {}, ()]},
         {"x": np.float32(1.5), "size": torch.Size([3, 400]), "made": [datetime(2020, 1, 2), np.datetime64(5, "25s")]},
         {"layers": {0: 1, 500: {-1: (2, "two")}}, 1: 3},
+        {"device": torch.device("cuda"), "i": 1},
         {"twice": [ONE, ONE], "ids": (uuid.UUID(int=1 << 90), Decimal("0.1"), slice(None, 5), 1j), "text": "0.2"},
     ],
-    ids=["small", "sizes", "memo", "empty", "calls", "int keys", "calls with shared parts"],
+    ids=["small", "sizes", "memo", "empty", "calls", "int keys", "a device", "calls with shared parts"],
 )
 def test_damaged_skeletons(items: dict[str, Any]) -> None:
     """A template reads what the interpreter reads, and leaves the rest to it."""

@@ -136,7 +136,7 @@ class Template:
                 return MISS
             for begin, count, build in self.calls:
                 values[begin : begin + count] = [build(tuple(values[begin : begin + count]))]
-        except (IndexError, StructError, ValueError, TypeError, ArithmeticError):
+        except (IndexError, StructError, ValueError, TypeError, ArithmeticError, RuntimeError):
             return MISS  # the interpreter raises the error of a truncated or damaged body
         return values
 
