@@ -236,7 +236,8 @@ class Shard:
 
     def note_template(self, rows: int | Array, template: Template) -> None:
         """Record that the skeletons of `rows` match `template`, unless 255 other templates are recorded."""
-        for number, noted in enumerate(self._templates, start=1):
+        # two threads may append at once, so the list may be longer, but a number must fit into 8 bits
+        for number, noted in enumerate(self._templates[:_MAX_TEMPLATES], start=1):
             if noted is template:
                 self._template_numbers[rows] = number
                 return
