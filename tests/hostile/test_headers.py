@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.hostile.forged import header as member
+from tests.hostile.forged import put
 from tests.hostile.pickles import PROTO, little_memory
 
 X = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
@@ -31,6 +33,16 @@ def test_lengths() -> None:
     for length in (1000, 1 << 31, 1 << 63, (1 << 64) - 1):
         refused(member({"x": X}, length=length), f"its header needs {length + 8}")
     refused(member(b"{" + b" " * 100_000_000 + b"}", b""), "the limit is 100000000")
+
+
+@pytest.mark.long
+def test_a_header_of_the_longest_length(tmp_path: Path) -> None:
+    """The limit is that of stock safetensors, and the same for members in shards."""
+    raw = member(json.dumps({"x": X}).encode().ljust(100_000_000))
+    skeleton = PROTO + tc.encode_sample({"x": torch.zeros(2)})[0][42:]
+    path = put(tmp_path / "a.tar", {"a.skel.pyd": skeleton, "a.safetensors": raw})
+    assert tc.open(path)[0]["x"].tolist() == [*b"ab"]
+    assert tc.verify(path).ok
 
 
 SPELLED = ["-0", "1e0", "00", "true", '"0"', "NaN"]

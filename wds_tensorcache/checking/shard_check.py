@@ -247,7 +247,7 @@ def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
             member.text = ahead.read(begin, begin + min(_HEADER_NBYTES, nbytes))
             length = 8 + int.from_bytes(member.text[:8], "little")
             if length > _HEADER_NBYTES:
-                member.text = ahead.read(begin, begin + min(length, nbytes, MAX_HEADER_NBYTES))
+                member.text = ahead.read(begin, begin + min(length, nbytes, 8 + MAX_HEADER_NBYTES))
             rest = begin + min(DIGITS_END, nbytes)
         # other members have no digest: they must only be readable
         member.digest = ahead.digest(rest, begin + nbytes)

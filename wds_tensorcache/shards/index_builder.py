@@ -185,7 +185,7 @@ def _add(builder: IndexBuilder, scanner: Scanner, key: str, members: dict[str, t
 def _entry(scanner: Scanner, name: str, skeleton: tuple[int, int], tensors: tuple[int, int]) -> CacheEntry:
     begin, nbytes = tensors
     length = int.from_bytes(scanner.peek(begin, begin + min(8, nbytes)), "little")
-    layout, digest = parse_header(scanner.peek(begin, begin + min(8 + length, nbytes, MAX_HEADER_NBYTES)), nbytes)
+    layout, digest = parse_header(scanner.peek(begin, begin + min(8 + length, nbytes, 8 + MAX_HEADER_NBYTES)), nbytes)
     text = scanner.peek(skeleton[0], skeleton[0] + skeleton[1])
     body, _ = check_binding(text, nbytes, digest)
     names: tuple[tuple[str, ...] | None, Further]
