@@ -213,6 +213,7 @@ REFUSED = [
     (lambda: slice("a"), "slice"),
     (lambda: np.dtype("f4,i4"), "dtype"),
     (lambda: np.datetime64("NaT"), "unit"),
+    (lambda: np.timedelta64(1, "1000000000s"), "units or more"),
     (lambda: torch.nested.nested_tensor([T, T[:1]], layout=torch.jagged), r"nested.*store list\(x\.unbind\(\)\)"),
     (lambda: torch.nested.nested_tensor([T, T[:1]], layout=torch.strided), r"nested.*store list\(x\.unbind\(\)\)"),
     (lambda: torch.eye(2).to_sparse(), r"torch\.sparse_coo.*store x\.to_dense\(\), or its indices and values"),

@@ -316,9 +316,12 @@ def _time_scalar(cls: Any) -> Callable[[int, str], Any]:
 
 def _time_scalar_arguments(value: Any) -> tuple[int, str]:
     unit, count = np.datetime_data(value.dtype)
-    if unit == "generic":
-        raise ValueError(f"{value!r} has no unit; give it one, for example with x.astype('m8[s]')")
-    return int(value.view("i8")), unit if count == 1 else f"{count}{unit}"
+    unit = unit if count == 1 else f"{count}{unit}"
+    if not _is_unit(unit):
+        raise ValueError(
+            f"{value!r} has no unit, or 10^9 units or more; give it another, for example x.astype('m8[s]')"
+        )
+    return int(value.view("i8")), unit
 
 
 def _slice_arguments(value: slice) -> tuple[Any, ...]:
