@@ -194,6 +194,15 @@ def test_opening_a_thousand_shards_opens_none(tmp_path: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) < before + 100
 
 
+@pytest.mark.long
+def test_an_index_too_long_for_readers_is_left_out(tmp_path: Path) -> None:
+    names, tensor = [f"{i:04d}".ljust(900, "x") for i in range(75)], torch.ones(1)
+    write(tmp_path / "x.tar", [{name: [tensor] * 1000} for name in names])  # a megabyte of further names for each
+    with tc.open(tmp_path) as cache:
+        assert [len(sample[name]) for name, sample in zip(names, cache, strict=True)] == [1000] * 75
+    assert tc.verify(tmp_path).ok
+
+
 @pytest.fixture
 def shard(tmp_path: Path) -> Path:
     samples = [diffusion_sample(i) for i in range(4)]

@@ -38,9 +38,12 @@ def check_indexes(checked: Checked, needs_idx: bool) -> None:
     except (FormatError, OSError) as exc:
         checked.fault(None, None, f"{where}: {exc}", "index")
     lost: set[str] = set()  # keys
-    rebuilt = build_footer(checked.index)
+    rebuilt = build_footer(checked.index, checked.nbytes)
     for name, index in ((_FOOTER, footer), (where, sidecar)):
-        if index is not None and build_footer(replace(index, fingerprint=None, origins=None)) != rebuilt:
+        if (
+            index is not None
+            and build_footer(replace(index, fingerprint=None, origins=None), checked.nbytes) != rebuilt
+        ):
             listed, present = list(_places(index)), list(_places(checked.index))
             is_in_order = [member for member, _ in listed] == [member for member, _ in present]
             _compare(checked, dict(listed), dict(present), name, lost, is_in_order)

@@ -35,7 +35,10 @@ _ORIGINALS = ("rows", "text", "ends")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return the sidecar of a shard of `shard_nbytes` bytes, or the footer of the shard if `shard_nbytes` is None."""
+    """Return the sidecar of a shard of `shard_nbytes` bytes, or the footer of the shard if `shard_nbytes` is None.
+
+    The footer is b"" if readers would refuse it as too long: they scan a shard without a footer.
+    """
     named: dict[str, np.ndarray[Any, Any] | None] = {"keys.text": index.keys.text, "keys.ends": index.keys.ends}
     layouts = index.layouts
     named |= {"layouts.form": layouts.form, "layouts.data_begin": layouts.data_begin, "layouts.dims": layouts.dims}
@@ -68,8 +71,15 @@ def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
         # `tar -r` appends at a wrong offset unless the length of the shard is a multiple of 512 bytes.
         zeros = bytes(padding(len(body) + TRAILER_NBYTES))
         shard_nbytes = index.end + 1024 + len(zeros) + len(body) + TRAILER_NBYTES
+        if _is_too_long(len(body) + TRAILER_NBYTES, shard_nbytes):
+            return b""
     numbers = (len(body), index.end, shard_nbytes)
     return zeros + body + _TRAILER.pack(*numbers, _digest(body, numbers), MAGIC)
+
+
+def _is_too_long(index_nbytes: int, shard_nbytes: int) -> bool:
+    # A hostile shard of many gigabytes could make a reader fetch and hold all of it.
+    return index_nbytes > max(_LONG_NBYTES, shard_nbytes // 4)
 
 
 def _digest(body: bytes | memoryview, numbers: tuple[int, int, int]) -> int:
@@ -112,8 +122,7 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
     if trailer is None or trailer.begin < trailer.end + 1024:
         return None
     index_nbytes = shard_nbytes - trailer.begin
-    if index_nbytes > max(_LONG_NBYTES, shard_nbytes // 4):
-        # A hostile shard of many gigabytes could make a reader fetch and hold all of it.
+    if _is_too_long(index_nbytes, shard_nbytes):
         problem = f"the index has {index_nbytes:,} of the shard's {shard_nbytes:,} bytes, expected at most a quarter"
         raise FormatError(problem, offset=trailer.begin, kind="index")
     # the marker and the rest of the index, in one read unless they are far apart
