@@ -98,10 +98,14 @@ class Copies:
         """Return a copy of the body of a response, or the copy that another thread has made of this object."""
         with self._lock:
             turn = self._turns.setdefault(request.url, threading.Lock())
+            # without a tag, the object may have changed since the last copy, but not since a copy that is made during the wait
+            before = self._copies.get(request.url) if tag is None else None
         while not turn.acquire(timeout=TICK_S):
             check_cancelled()
         try:
-            copy = self.get(request.url, state) or Copy(response, request, state, tag)
+            copy = self.get(request.url, state)
+            if copy is None or copy is before:
+                copy = Copy(response, request, state, tag)
             with self._lock:
                 self._copies[request.url] = copy
                 while len(self._copies) > _MAX_COPIES:
