@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from email.utils import formatdate
@@ -395,6 +396,12 @@ def test_a_disk_without_space(server: HttpServer, url: str, tmp_path: Path, expe
 
     assert run_in_child(work) == 0
     assert tc.open(f"{url}/large.tar")[0]["x"].load().sum() == 0
+
+    def work_without_folder() -> None:
+        tempfile.tempdir = str(tmp_path / "removed")
+        assert "TMPDIR" in str(refused(tc.RemoteError, tc.open, f"{url}/large.tar"))
+
+    assert run_in_child(work_without_folder) == 0
 
 
 # --- warnings

@@ -114,3 +114,15 @@ def test_a_server_without_ranges(
         assert run_in_child(work) == 0
         sent = [(request.path, request.nbytes) for request in server.log() if request.path.endswith(".tar")]
         assert sorted(sent) == [(f"/{shard}", (folder / shard).stat().st_size) for shard in SHARDS]
+
+
+def test_a_replaced_shard_of_a_server_without_ranges_and_tags(server: HttpServer, tmp_path: Path) -> None:
+    """Nothing but the shard itself shows that it has changed, so each `open` fetches it again."""
+    server.set(ranges=False, etag=None, last_modified=False)
+    for value in (1, 2):
+        write(tmp_path / f"{value}.tar", [{"x": torch.full((4,), value)}])
+        server.put("replaced.tar", (tmp_path / f"{value}.tar").read_bytes())
+        with tc.open(f"{server.url}/replaced.tar") as cache:
+            assert cache[0]["x"].load().tolist() == [value] * 4
+            assert cache.read_batch([0])["x"].tolist() == [[value] * 4]
+        assert len(server.log()) == 1

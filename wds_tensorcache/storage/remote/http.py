@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -40,26 +41,23 @@ class Copy:
     """
 
     def __init__(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> None:
-        self._file = tempfile.TemporaryFile(prefix="tensorcache-", buffering=0)  # noqa: SIM115, closed below
         piece, nbytes = memoryview(bytearray(_PIECE)), 0
-        while count := response.read_into(piece):
-            nbytes += count
-            self._write(piece[:count], request)
-            request.extend(nbytes)
+        try:
+            self._file = tempfile.TemporaryFile(prefix="tensorcache-", buffering=0)  # noqa: SIM115, closed below
+            weakref.finalize(self, self._file.close)
+            while count := response.read_into(piece):
+                nbytes += count
+                rest = piece[:count]
+                while rest:
+                    rest = rest[self._file.write(rest) :]
+                request.extend(nbytes)
+        except OSError as exc:
+            folder = tempfile.tempdir or "TMPDIR"  # `gettempdir` raises an error if no folder can be used
+            problem = f"the server has no ranges, and {folder} cannot hold the object ({exc.strerror})"
+            raise request.error(problem + "; set TMPDIR to another disk") from exc
         if state is not None and nbytes != state.nbytes:
             raise TransientError(f"the connection ended after {nbytes} of {state.nbytes} bytes")
         self.state = state or request.check(ObjectInfo(nbytes, tag))
-
-    def __del__(self) -> None:
-        self._file.close()
-
-    def _write(self, piece: memoryview, request: Request) -> None:
-        try:
-            while piece:
-                piece = piece[self._file.write(piece) :]
-        except OSError as exc:
-            problem = f"the server has no ranges, and {tempfile.gettempdir()} cannot hold the object ({exc.strerror})"
-            raise request.error(problem + "; set TMPDIR to another disk") from exc
 
     def read_into(self, request: Request, buffers: Sequence[memoryview], begin: int) -> None:
         """Read from offset `begin` of the object into buffers."""
@@ -100,10 +98,14 @@ class Copies:
         """Return a copy of the body of a response, or the copy that another thread has made of this object."""
         with self._lock:
             turn = self._turns.setdefault(request.url, threading.Lock())
+            # without a tag, the object may have changed since the last copy, but not since a copy that is made during the wait
+            before = self._copies.get(request.url) if tag is None else None
         while not turn.acquire(timeout=TICK_S):
             check_cancelled()
         try:
-            copy = self.get(request.url, state) or Copy(response, request, state, tag)
+            copy = self.get(request.url, state)
+            if copy is None or copy is before:
+                copy = Copy(response, request, state, tag)
             with self._lock:
                 self._copies[request.url] = copy
                 while len(self._copies) > _MAX_COPIES:
