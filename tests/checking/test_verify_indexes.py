@@ -289,6 +289,10 @@ def test_a_shard_under_two_names_is_one(tmp_path: Path) -> None:
         report = tc.verify(source)
         assert report.ok
         assert (report.num_shards, report.num_repeated) == (1, 0)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"nsamples": 2', '"nsamples": 3'))
+    (fault,) = tc.verify([f"{tmp_path}/./000000.tar", tmp_path]).faults
+    assert "manifest.json says 3" in fault.what
 
 
 def test_keys_that_several_shards_have_are_counted(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,9 @@ def test_reshard_is_what_a_writer_writes(tmp_path: Path, options: dict[str, int]
     compare(tmp_path / "out", tmp_path / "expected")
     assert found["num_shards"] == len(list((tmp_path / "out").glob("*.tar")))
     assert found["nbytes"] == sum(path.stat().st_size for path in (tmp_path / "out").glob("*.tar"))
+    for at, number in enumerate((np.int64(value), max(1.0, value - 0.5))):
+        tc.reshard(tmp_path / "in", tmp_path / f"{at}", **{name: number}, fsync=False)
+        compare(tmp_path / f"{at}", tmp_path / "expected")
 
 
 def test_merge(tmp_path: Path) -> None:

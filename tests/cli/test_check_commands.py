@@ -58,6 +58,9 @@ def test_index(tmp_path: Path) -> None:
     assert not (tmp_path / "a.idx").exists()
     tc.write_index(tmp_path / "a.tar")
     assert tc.verify(tmp_path / "a.tar").ok
+    # a name that DALI's index cannot contain
+    (tmp_path / "c.tar").write_bytes(build_with_tarfile([("c d.txt", b"text")]))
+    assert run("index", tmp_path).stdout.endswith(f"{tmp_path}: 3 shards, 3 samples\n")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a tar" * 200])

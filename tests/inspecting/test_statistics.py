@@ -45,6 +45,7 @@ def test_bins_of_whole_numbers(tmp_path: Path) -> None:
 def test_every_value_is_in_the_histogram(tmp_path: Path) -> None:
     cases = [[0.5, 0.5], [-1e308, 1e308, 0.0], [1e-310, 2e-310], [0.0, 1e300] + [1.0] * 50]
     tensors = {f"{i}": torch.tensor(numbers, dtype=torch.float64) for i, numbers in enumerate(cases)}
+    tensors["int64"] = torch.tensor([-(2**63), 2**63 - 1])
     for name, found in _histograms(tmp_path, tensors).items():
         assert _num_counted(found) == len(tensors[name])
         assert found["begin"] <= tensors[name].max()
@@ -83,6 +84,7 @@ def test_values_of_every_dtype(tmp_path: Path) -> None:
         assert found["num_nan"] + found["num_inf"] == array.size - finite.size
         assert found["num_zero"] == (array == 0).sum()
         assert (found["min"], found["max"]) == (finite.min().item(), finite.max().item())
+        assert type(found["min"]) is not bool
         if np.abs(finite.astype(np.float64)).max() < 1e100:
             assert found["mean"] == pytest.approx(finite.astype(np.float64).mean())
             assert found["std"] == pytest.approx(finite.astype(np.float64).std())

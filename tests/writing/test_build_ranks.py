@@ -232,6 +232,16 @@ def test_ranks_without_items(tmp_path: Path) -> None:
             build(source, tmp_path / "none", rank=1, world_size=3)
 
 
+@pytest.mark.parametrize("kind", [list, iter])
+def test_ranks_without_items_and_keys_like_positions(tmp_path: Path, kind: Any) -> None:
+    items = [{"__key__": f"{number:09d}", "x": number} for number in (0, 7)]
+    for rank in range(3):
+        for _ in range(2):
+            build(kind(items), tmp_path / "out", lambda batch: batch, rank=rank, world_size=3, batch_size=2).close()
+    with tc.open(tmp_path / "out") as cache:
+        assert list(cache.keys()) == ["000000000", "000000007"]
+
+
 def test_entries_that_another_rank_overwrote(tmp_path: Path) -> None:
     """As on a file system without locks: the rank that ends last lists what all have finished."""
     build_rank(tmp_path, 0, 3).close()

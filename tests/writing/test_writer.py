@@ -260,8 +260,9 @@ def test_refusals_leave_no_trace(tmp_path: Path, key: Any, sample: Any, members:
     [
         (lambda members: {"txt": "text"}, "the encoder returned a str for 'txt', expected bytes"),
         (lambda members: {**members, "jpg": b""}, "the encoder returned 'jpg', which was not passed to write"),
+        (lambda members: {}, "the encoder returned no 'txt', expected bytes for each member"),
     ],
-    ids=["no bytes", "another name"],
+    ids=["no bytes", "another name", "no member"],
 )
 def test_bad_encoders(tmp_path: Path, encoder: Any, message: str) -> None:
     sink = tc.ShardWriter(tmp_path / "x.tar", encoder=encoder)

@@ -80,10 +80,11 @@ class ShardsToCheck:
     def __init__(self, source: Any, report: Report) -> None:
         self.report = report
         self._manifests: list[_Manifest] = []
-        spellings: dict[str, str] = {}
-        for shard in find_shards(source, self._list_manifest, local_for="verified or repaired").shards:
-            spellings.setdefault(os.path.realpath(shard.path), shard.path)
-        self._sizes = {path: _nbytes(path) for path in spellings.values()}
+        shards = find_shards(source, self._list_manifest, local_for="verified or repaired").shards
+        # of several spellings, the first; `_Manifest.check` knows only its own
+        paths = [*(path for manifest in self._manifests for path in manifest.paths), *(shard.path for shard in shards)]
+        spellings = {os.path.realpath(path): path for path in reversed(paths)}
+        self._sizes = {path: _nbytes(path) for path in (spellings[os.path.realpath(shard.path)] for shard in shards)}
         self.nbytes = sum(self._sizes.values())
 
     def _list_manifest(self, path: str) -> list[FoundShard] | None:

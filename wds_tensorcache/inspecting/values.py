@@ -87,7 +87,8 @@ def compute_statistics(values: Array) -> ValueStatistics:
         mean = float(numbers.mean())
         numbers -= mean
         std = math.sqrt(float(np.square(numbers, out=numbers).mean()))
-    return ValueStatistics(*counts, finite.min().item(), finite.max().item(), mean, std)
+    low, high = +finite.min().item(), +finite.max().item()  # `+` makes bools integers
+    return ValueStatistics(*counts, low, high, mean, std)
 
 
 def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatistics:
@@ -138,7 +139,7 @@ class ValueSample:
         inside = halves[(low <= halves) & (halves <= high)]
         if self._is_whole:
             width = max(1.0, math.ceil((2 * (high - low) + 1) / _NUM_BINS)) / 2
-            num_bins = int((high - low) // width) + 1
+            num_bins = min(int((high - low) // width) + 1, _NUM_BINS)  # hazard: numbers beyond 2^53 are rounded
         else:
             width = (high - low) / _NUM_BINS
             num_bins = _NUM_BINS if width > 0 else 1

@@ -218,7 +218,7 @@ def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], ob
             if exc.kind != "index":  # a stale sidecar
                 raise
         if index is None or index.digest is None:
-            index = write_index(path, dali_index=dali_index)
+            index = write_index(path, dali_index=False)
         if index.fingerprint is None:
             index = replace(index, fingerprint=before.fingerprint(name))
         if dali_index:  # an older `.idx` may be stale

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import accumulate, chain
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -188,7 +189,8 @@ def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> It
                 runs, count, nbytes = [], 0, 0
             before = totals.item(row - 1) if row else 0
             filling = int(np.searchsorted(totals, before + max_nbytes - nbytes))  # the sample that makes the shard full
-            end = min(len(totals), row + max_samples - count, filling + 1)
+            # as in `ShardWriter`, `max_samples` may be a float, for example infinity
+            end = ceil(min(len(totals), row + max_samples - count, filling + 1))
             runs.append((shard, row, end))
             count, nbytes, row = count + end - row, nbytes + totals.item(end - 1) - before, end
     if runs:

@@ -504,8 +504,10 @@ def _encode_others(
         plain = encoder(members)
     except TensorCacheError as exc:
         raise exc.at(f"sample {key!r}") from exc
+    subject = f"sample {key!r}: the encoder returned"
+    if lost := members.keys() - plain.keys():
+        raise EncodeError(f"{subject} no {min(lost)!r}, expected bytes for each member that was passed to write")
     for extension, raw in plain.items():
-        subject = f"sample {key!r}: the encoder returned"
         if extension not in members:
             raise InvalidKeyError(f"{subject} {extension!r}, which was not passed to write; pass it as a member, too")
         if not isinstance(raw, (bytes, bytearray)):
