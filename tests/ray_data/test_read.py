@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import wds_tensorcache as tc
 from tests.ray_data.conftest import by_key, every_kind
+from tests.reading.batches import write
 from tests.same import assert_same
 
 pytestmark = pytest.mark.long
@@ -99,6 +101,15 @@ def test_views_and_options(every_kind_cache: Path) -> None:
         tc.ray.read_ray(every_kind_cache, no_option=1)
     with pytest.raises(KeyError, match="latnet"):
         tc.ray.read_ray(every_kind_cache, "latnet")
+
+
+def test_classes_of_an_open_cache(tmp_path: Path) -> None:
+    address = IPv4Address("192.0.2.1")
+    folder = write(tmp_path / "cache", [{"address": address}], allow=[IPv4Address])
+    for cache in (folder, tc.open(folder, allow=[IPv4Address])):
+        options: dict[str, Any] = {} if isinstance(cache, tc.TensorCache) else {"allow": iter([IPv4Address])}
+        (row,) = tc.ray.read_ray(cache, exact=True, **options).take_all()
+        assert tc.ray.ray_sample(row, allow=[IPv4Address]) == {"address": address}
 
 
 def test_ray_is_missing() -> None:

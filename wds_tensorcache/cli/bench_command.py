@@ -84,7 +84,7 @@ def bench(
         extents = [_read_extent(used, index, uneven) for index in range(len(used))]
         sizes = np.array([nbytes for *_, nbytes in extents])
         if not sizes.any():
-            raise ValueError(f"there are no samples with tensors among {len(used):,} of {len(whole):,}; raise --max-nbytes")
+            raise ValueError(f"no samples with tensors among {len(used):,} of {len(whole):,}; raise --max-nbytes")
         order = np.random.default_rng(0).permutation(len(used)).tolist()
         batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
         collate, mean = _find_collate(used), float(sizes.mean())

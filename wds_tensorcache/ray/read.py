@@ -105,7 +105,7 @@ def read_ray(
         tuple(cache.members),
         bool(cache.fingerprint),
         randomness,
-        tuple(options.get("allow", ())),
+        tuple(cls for shard in cache._store.shards[:1] for cls in shard._allow.values()),
     )
     return ray.data.read_datasource(
         TensorCacheDatasource(cache, _nbytes(cache, alternatives), plan),
