@@ -84,6 +84,9 @@ def test_refusals(cache: Path, tmp_path: Path) -> None:
     write(tmp_path / "0.tar", [{"text": "no tensor"}], lambda i: {"text.tensorcache": {"y": torch.ones(99)}})
     assert "'text'" in run("bench", tmp_path / "0.tar", *QUICK, status=2).stderr
     assert "no samples with tensors" in run("bench", tmp_path / "0.tar", *QUICK, "--cache", "", status=2).stderr
+    samples = [{"x": torch.zeros(1000 * i)} for i in range(4)]
+    part = run("bench", write(tmp_path / "part", samples), *QUICK, "--max-nbytes", 1, status=2)
+    assert "no samples with tensors among 1 of 4" in part.stderr
     assert json_of("bench", tmp_path / "0.tar", *QUICK, "--cache", "text")["nbytes_used"] == 99 * 4
     run("bench", tmp_path / "nowhere", status=2)
     for option in (("--batch-size", 0), ("--seconds", -1), ("--threads", 0)):

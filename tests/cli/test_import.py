@@ -50,6 +50,8 @@ def test_wrong_usage(folder: Path, tmp_path: Path) -> None:
     assert "expected a source and the folder OUT" in run("import", folder, status=2).stderr
     assert "'kohya'" in run("import", folder, tmp_path / "out", "--format", "koya", status=2).stderr
     assert "expected TENSOR=MASK" in run("import", folder, tmp_path / "out", "--trim", "x", status=2).stderr
+    twice = run("import", folder, tmp_path / "out", "--fingerprint", "vae=a", "--fingerprint", "vae=b", status=2)
+    assert "'vae=b', expected NAME=VALUE, once for each name" in twice.stderr
     (folder / "c.npy").unlink()
     run("import", folder, tmp_path / "out")
     assert "--resume" in run("import", folder, tmp_path / "out", status=2).stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 
 import wds_tensorcache as tc
 from tests.ray_data.conftest import by_key, every_kind
+from tests.reading.batches import write
 from tests.same import assert_same
+from wds_tensorcache.reading.positions import spread
 
 pytestmark = pytest.mark.long
 
@@ -78,6 +81,16 @@ def test_projection_reads_only_those_bytes(write_cache: Callable[..., Path]) -> 
     assert by_key(tc.ray.read_ray(folder).select_columns("__key__"))[7] == {"__key__": "0007"}
     with pytest.raises(tc.FormatError, match="bool"):
         tc.ray.read_ray(folder).take_all()
+    with pytest.raises(KeyError, match="unknown column 'aa'; there are 'a', "):
+        tc.ray.read_ray(folder).select_columns(["aa"]).take_all()
+
+
+def test_a_value_that_few_samples_have(write_cache: Callable[..., Path]) -> None:
+    """Blocks without it keep their rows."""
+    (rare, *_) = sorted(set(range(100)) - set(spread(100, 64)))
+    folder = write_cache(lambda i: {"i": i, "rare": 5} if i == rare else {"i": i}, 100)
+    rows = tc.ray.read_ray(folder, override_num_blocks=4).select_columns(["rare"]).take_all()
+    assert sorted(row["rare"] or 0 for row in rows) == [0] * 99 + [5]
 
 
 def test_views_and_options(every_kind_cache: Path) -> None:
@@ -99,6 +112,15 @@ def test_views_and_options(every_kind_cache: Path) -> None:
         tc.ray.read_ray(every_kind_cache, no_option=1)
     with pytest.raises(KeyError, match="latnet"):
         tc.ray.read_ray(every_kind_cache, "latnet")
+
+
+def test_classes_of_an_open_cache(tmp_path: Path) -> None:
+    address = IPv4Address("192.0.2.1")
+    folder = write(tmp_path / "cache", [{"address": address}], allow=[IPv4Address])
+    for cache in (folder, tc.open(folder, allow=[IPv4Address])):
+        options: dict[str, Any] = {} if isinstance(cache, tc.TensorCache) else {"allow": iter([IPv4Address])}
+        (row,) = tc.ray.read_ray(cache, exact=True, **options).take_all()
+        assert tc.ray.ray_sample(row, allow=[IPv4Address]) == {"address": address}
 
 
 def test_ray_is_missing() -> None:

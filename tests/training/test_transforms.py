@@ -351,10 +351,12 @@ def test_a_torch_loader_refuses_wrong_masks(masked: Any, num_workers: int) -> No
     def drop(batch: Any, info: tc.BatchInfo) -> Any:
         return DROP(batch, info)
 
-    with closing(tc.torch_loader(masked, 8, num_workers=num_workers, collate="pad", transform=drop)) as loader:
-        with pytest.raises(ValueError, match=r"called DropText\(.*info\.mask and info\.shapes would be wrong"):
-            next(iter(loader.with_info()))
-        assert len(list(loader)) == 2
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0, "transform": drop}
+    with closing(tc.torch_loader(masked, 8, collate="pad", **options)) as loader:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"called DropText\(.*info\.mask and info\.shapes would be wrong"):
+                next(iter(loader.with_info()))
+            assert len(list(loader)) == 2
 
 
 def test_masks_in_other_transforms(masked: Any) -> None:

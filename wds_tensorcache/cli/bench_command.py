@@ -83,6 +83,8 @@ def bench(
         used = whole[_choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4))]
         extents = [_read_extent(used, index, uneven) for index in range(len(used))]
         sizes = np.array([nbytes for *_, nbytes in extents])
+        if not sizes.any():
+            raise ValueError(f"no samples with tensors among {len(used):,} of {len(whole):,}; raise --max-nbytes")
         order = np.random.default_rng(0).permutation(len(used)).tolist()
         batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
         collate, mean = _find_collate(used), float(sizes.mean())
@@ -157,8 +159,6 @@ def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
 def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
     """Return indices of samples at equal distances: all, or at most 262,144 with about `max_nbytes` bytes of tensors."""
     total = sum(tensor.nbytes for tensor in cache.schema.values())
-    if not total:
-        raise ValueError("there are no samples with tensors")
     count = len(cache) if total <= max_nbytes else max(1, int(len(cache) * max_nbytes / total))
     return np.array(spread(len(cache), min(count, _MAX_SAMPLES)), np.int64)
 

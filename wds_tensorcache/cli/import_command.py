@@ -21,8 +21,8 @@ def _pairs(context: click.Context, option: click.Parameter, values: tuple[str, .
     pairs = {}
     for value in values:
         name, mark, text = value.partition("=")
-        if not mark or not name:
-            raise click.BadParameter(f"{value!r}, expected {option.metavar}")
+        if not mark or not name or name in pairs:
+            raise click.BadParameter(f"{value!r}, expected {option.metavar}, once for each name")
         pairs[name] = text
     return pairs
 

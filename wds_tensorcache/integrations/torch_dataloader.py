@@ -216,7 +216,10 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         return self._begin(with_info=False)
 
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        self.dataset._checks_edits = with_info  # type: ignore[attr-defined]
+        dataset: Any = self.dataset
+        if dataset._checks_edits != with_info:
+            # persistent workers have a copy of the old value
+            dataset._checks_edits, self._iterator = with_info, None
         return self._accelerated(self._read_steps()) if self._is_prepared else self._read_steps()
 
     def _accelerated(self, reads: Generator[Read, None, None]) -> Generator[Read, None, None]:

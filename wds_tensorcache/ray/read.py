@@ -22,7 +22,7 @@ from wds_tensorcache.arguments import check_options
 from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten, rebuild
-from wds_tensorcache.errors import BatchError, EncodeError
+from wds_tensorcache.errors import BatchError, EncodeError, unknown_name
 from wds_tensorcache.ray.columns import Kind, tensor_column, value_column, value_kind
 from wds_tensorcache.ray.rows import KEY, MARK, MEMBER, RESERVED, Mark, describe_sample, exact_columns
 from wds_tensorcache.reading.cache import Cache, TensorCache
@@ -105,7 +105,7 @@ def read_ray(
         tuple(cache.members),
         bool(cache.fingerprint),
         randomness,
-        tuple(options.get("allow", ())),
+        tuple(cls for shard in cache._store.shards[:1] for cls in shard._allow.values()),
     )
     return ray.data.read_datasource(
         TensorCacheDatasource(cache, _nbytes(cache, alternatives), plan),
@@ -267,7 +267,14 @@ def _read_table(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequence
             table |= exact_columns(keys, samples, marks, plan.allow)
         else:
             table |= _value_columns(samples, marks, plan)
-    return pa.table(table if columns is None else {name: table[name] for name in columns if name in table})
+    if columns is None:
+        return pa.table(table)
+    for name in columns:
+        if name not in table:
+            if plan.value_kinds is None or plan.count <= _NUM_EXAMINED:
+                raise KeyError(unknown_name("column", name, direct | table.keys()))
+            table[name] = pa.nulls(len(numbers))  # only samples that were not examined may have this value
+    return pa.table({name: table[name] for name in columns})
 
 
 def _read_samples(request: Any) -> list[Any]:
