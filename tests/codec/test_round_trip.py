@@ -9,6 +9,7 @@ import pickletools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -140,3 +141,11 @@ def test_quantized_tensors_are_refused() -> None:
         pytest.skip(f"torch {torch.__version__} has no quantized tensors any more")
     with pytest.raises(tc.EncodeError, match="quantized tensor cannot be stored"):
         tc.encode_sample(tensor)
+
+
+def test_structured_arrays_are_refused_with_a_remedy_that_works() -> None:
+    x = np.array([(1, 2.0)], dtype=[("state", "i4"), ("reward", "f8")])
+    with pytest.raises(tc.EncodeError, match="value at 'steps': an array of .*store {name: x"):
+        tc.encode_sample({"steps": x})
+    stored = tc.realize(tc.decode_sample(*tc.encode_sample({name: x[name] for name in x.dtype.names})))
+    assert {name: array.tolist() for name, array in stored.items()} == {"state": [1], "reward": [2.0]}

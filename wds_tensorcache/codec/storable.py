@@ -146,6 +146,8 @@ def _why_not_array(array: Array) -> str | None:
         if isinstance(array, np.ma.MaskedArray):
             return "a masked array cannot be stored; store x.data and x.mask"
         return f"array subclass {type(array).__name__} cannot be stored; store np.asarray(x)"
+    if array.dtype.names:
+        return f"an array of {array.dtype} cannot be stored; store {{name: x[name] for name in x.dtype.names}}"
     if numpy_true_dtype(array.dtype) is None:
         return f"an array of {array.dtype} cannot be stored; convert it with x.astype, or store x.tolist()"
     return None
