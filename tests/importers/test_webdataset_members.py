@@ -221,6 +221,15 @@ def test_shards_of_this_package_are_not_imported(tmp_path: Path) -> None:
         tc.import_cache(tmp_path / "foreign", tmp_path / "out")
 
 
+def test_a_first_sample_of_many_members(tmp_path: Path) -> None:
+    frames = {f"{number:03d}.jpg": b"" for number in range(64)}
+    write(tmp_path / "in" / "a.tar", {"k": {**frames, "states.npy": np.ones(2)}})
+    assert list(imported(tmp_path / "in", tmp_path / "out")[0]["k"]) == ["states"]
+    write(tmp_path / "cache" / "a.tar", {"k": {**frames, "skel.pyd": {}, "safetensors": b""}})
+    with pytest.raises(ValueError, match="is a cache already"):
+        tc.import_cache(tmp_path / "cache", tmp_path / "again")
+
+
 @pytest.mark.parametrize("prefix", ["", "./"])
 def test_keys(tmp_path: Path, prefix: str) -> None:
     """Safe keys stay, as in a tar that `tensorcache export` has written, also if `tar -c .` packed it again."""

@@ -42,7 +42,7 @@ from wds_tensorcache.storage.files import ShardFile
 
 _PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt"})
 _DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
-_NUM_PROBED = 64  # members of a tar to look at, before it counts as a tar without tensors
+_NUM_PROBED = 64  # members of a tar to look at, if its first sample is not longer
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
 _Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
@@ -73,7 +73,13 @@ def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
     suffixes: list[str] = []
     with suppress(FormatError), naming(name):
         file = ShardFile(folder.locate(name))
-        suffixes.extend(_split(member)[1] for member, *_ in islice(Scanner(file.read, file.nbytes), _NUM_PROBED))
+        first = None
+        for member, *_ in Scanner(file.read, file.nbytes):
+            key, suffix = _split(member)
+            first = first or key
+            if key != first and len(suffixes) >= _NUM_PROBED:
+                break
+            suffixes.append(suffix)
     return suffixes
 
 
