@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -139,6 +140,17 @@ def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.Mon
     assert not Path("hacked").exists()
     tc.import_cache("in", "trusted", trust=True)
     assert Path("hacked").exists()
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_arrays_of_objects(tmp_path: Path, suffix: str) -> None:
+    content, array = io.BytesIO(), np.array([1, "a"], object)
+    np.save(content, array) if suffix == "npy" else np.savez(content, x=array)
+    write_tar(tmp_path / "in" / "a.tar", {f"k.{suffix}": content.getvalue()})
+    with pytest.raises(tc.FormatError, match=rf"a\.tar: sample 'k': member '{suffix}': .*--trust"):
+        tc.import_cache(tmp_path / "in", tmp_path / "stopped")
+    tc.import_cache(tmp_path / "in", tmp_path / "out", trust=True)
+    assert tc.open(tmp_path / "out")[0] == ([1, "a"] if suffix == "npy" else {"x": [1, "a"]})
 
 
 @pytest.mark.parametrize("suffix", ["pyd", "pickle"])

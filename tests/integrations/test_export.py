@@ -144,12 +144,14 @@ def test_dtypes_that_numpy_lacks(tmp_path: Path) -> None:
 
 def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     values = {"set": {1, 2}, "float": float("nan"), "bytes": b"ab", "list": [{3}]}
-    write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | {"a.b": "\udcff", "name": "é字"}}})
+    others = {"a.b": "\udcff", "name": "é字", "label": np.int64(3), "sizes": [np.float32(0.5), np.bool_(True)]}
+    write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | others}})
     said = run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz").stderr
     assert all(
         f"y.{name} is a {name}, which JSON cannot hold: the files have a short text of it" in said for name in values
     )
     expected = {f"y.{name}": repr(value) for name, value in values.items()} | {"y.a.b": "\udcff", "y.name": "é字"}
+    expected |= {"y.label": 3, "y.sizes": [0.5, True]}
     assert json.loads((tmp_path / "out" / "k.json").read_text(encoding="utf-8")) == expected
 
 

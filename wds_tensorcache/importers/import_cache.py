@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -204,16 +205,16 @@ def _entries_of(form: Iterable[str]) -> set[str]:
 
 
 def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished: FinishedShards) -> list[str]:
-    """Return the names of samples, given by key, with files that changed after their shards were written."""
+    """Return the names of samples, given by key, with files that changed or vanished after their shards were written."""
     if any(map(is_url, finished.indexes)):
         return []
     written_ns = {path: os.stat(path).st_ctime_ns for path in finished.indexes}
     files = {file for sample in samples.values() for file in sample.files}
-    changed_ns = {file: os.stat(folder.locate(file)).st_ctime_ns for file in files}
+    changed_ns = {file: os.stat(folder.locate(file)).st_ctime_ns for file in files if file in folder}
     changed = []
     for key, sample in samples.items():
         (path, _), *_ = finished.find(finished.stored_key(key))
-        if any(changed_ns[file] > written_ns[path] for file in sample.files):
+        if any(changed_ns.get(file, math.inf) > written_ns[path] for file in sample.files):
             changed.append(sample.name)
     return changed
 

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from wds_tensorcache.codec.reference import RESERVED
-from wds_tensorcache.codec.tree import SEQUENCES, realize
+from wds_tensorcache.codec.tree import SEQUENCES, realize, rebuild
 from wds_tensorcache.errors import EncodeError, InvalidKeyError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import Cache, TensorCache
@@ -50,6 +50,7 @@ class ExportReport:
         num_present: Number of samples that an interrupted call had written.
         renamed: File names by key, for samples whose files could not have the original name.
         widened: Dtypes in the files by tensor name, for tensors with a dtype that the files cannot hold. No number changes.
+            As `as_text`, it lists only samples that this call has written.
         as_text: Types by name, for values that JSON cannot hold, such as sets and NaN. The JSON has a text in their place,
             which ends after about 200 characters.
         num_without: Number of samples in the shards without the exported cache, for example samples with only a picture.
@@ -297,6 +298,7 @@ class _Export:
 
     def _as_json(self, name: str, leaf: Any) -> Any:
         """Return a value that JSON can hold, or a text in its place, which the report lists."""
+        leaf = rebuild(leaf, lambda number: number.item() if number.dtype.kind in "biuf" else number, np.generic)
         try:
             decoded = json.loads(json.dumps(leaf, allow_nan=False))
         except (TypeError, ValueError, RecursionError):

@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, format_count, list_names
-from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
+from wds_tensorcache.importers.safe_files import parse_numpy, parse_torch, tensors_of
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.webdataset import decode
@@ -40,8 +40,7 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
 from wds_tensorcache.storage.files import ShardFile
 
-_PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt"})
-_DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
+_DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt", "npy", "npz", "ten", "tb"})
 _NUM_PROBED = 64  # members of a tar to look at, if its first sample is not longer
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
@@ -168,10 +167,10 @@ def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: d
 
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
-    if kind not in _PICKLES:
+    if kind in ("ten", "tb"):
         return _DECODE({"__key__": "", kind: raw})[kind]
     with naming(f"member {suffix!r:.100}"):
-        return parse_torch(raw, trust)
+        return parse_numpy(raw, kind, trust) if kind in ("npy", "npz") else parse_torch(raw, trust)
 
 
 FORMAT = Format(
