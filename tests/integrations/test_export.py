@@ -330,6 +330,17 @@ def test_members_that_change_before_an_export_continues(tmp_path: Path) -> None:
     assert {path.read_text() for path in (tmp_path / "out").glob("*.txt")} == {"a dog"}
 
 
+def test_names_in_a_join_that_change_before_an_export_continues(tmp_path: Path) -> None:
+    def stop(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    left, right = (write(tmp_path / name, {"k": {"x": torch.ones(1)}, "l": {"x": torch.ones(1)}}) for name in "ab")
+    with tc.open(left) as a, tc.open(right) as b:
+        with pytest.raises(KeyboardInterrupt):
+            tc.export_cache(tc.join({"a": a, "b": b}), tmp_path / "out", "pt", progress=stop)
+        assert tc.export_cache(tc.join({"b": a, "a": b}), tmp_path / "out", "pt").num_present == 0
+
+
 @pytest.mark.parametrize("kind", ["pt", "webdataset"])
 def test_a_full_disk(tmp_path: Path, kind: str) -> None:
     """The error names the file that could not be written."""

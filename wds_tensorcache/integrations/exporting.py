@@ -27,7 +27,6 @@ from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.description import value_text
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.shards.names import safe_key
-from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.atomic import find_temporary, write_atomically
 from wds_tensorcache.storage.system import boot_id
 from wds_tensorcache.writing.new_folder import check_new, new_folder
@@ -129,8 +128,11 @@ def _parts_of(cache: Cache) -> list[Cache]:
     )
 
 
-def _shards_of(cache: Cache) -> list[Shard]:
-    return [shard for part in _parts_of(cache) if isinstance(part, TensorCache) for shard in part._store.shards]
+def _shards_of(cache: Cache) -> list[Any]:
+    """Return the identities of a cache's shards; for a join, the names and shards of the joined caches."""
+    if isinstance(cache, JoinedCache):
+        return [cache._names, *map(_shards_of, cache._caches)]
+    return [shard.file.identity for shard in cache._store.shards] if isinstance(cache, TensorCache) else []
 
 
 def _identify(cache: Cache, kind: str) -> str | None:
@@ -149,7 +151,7 @@ def _identify(cache: Cache, kind: str) -> str | None:
             sample += shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
         digest.update(repr(sample).encode("utf-8", "surrogatepass"))
     # members outside the cache have no digest
-    digest.update(repr([shard.file.identity for shard in _shards_of(cache)]).encode())
+    digest.update(repr(_shards_of(cache)).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:32]
 
 
