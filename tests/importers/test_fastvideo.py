@@ -86,9 +86,12 @@ def test_lists_in_other_columns(tmp_path: Path) -> None:
 
 
 def test_ids_that_repeat(tmp_path: Path) -> None:
-    for chunk in range(2):
-        records = [record(0, arrays(at)) for at in range(2)]
-        write(tmp_path / "in" / f"data_chunk_{chunk}.parquet", records, *NAMES, row_group_size=1)
+    """A resumed import refuses a new file that repeats an id: all names would change."""
+    write(tmp_path / "in" / "data_chunk_0.parquet", [record(at, arrays(at)) for at in range(2)], *NAMES)
+    tc.import_cache(tmp_path / "in", tmp_path / "grown")
+    write(tmp_path / "in" / "data_chunk_1.parquet", [record(0, arrays(at)) for at in range(2)], *NAMES)
+    with pytest.raises(tc.StaleCacheError, match="names"):
+        tc.import_cache(tmp_path / "in", tmp_path / "grown", resume=True)
     found, _ = imported(tmp_path / "in", tmp_path / "out")
     assert list(found) == [f"data_chunk_{chunk}/{row:08d}" for chunk in range(2) for row in range(2)]
 

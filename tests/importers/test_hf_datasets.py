@@ -30,6 +30,7 @@ def features() -> Any:
             "tokens": datasets.Sequence(value("int64")),
             "nested": datasets.Sequence(datasets.Sequence(value("float32"))),
             "ragged": datasets.Sequence(datasets.Sequence(value("uint8"))),
+            "pairs": datasets.Sequence(datasets.Sequence(value("float32"), length=2)),
             "gaps": datasets.Sequence(value("int32")),
             "holes": datasets.Sequence(datasets.Sequence(value("int32"))),
             "raw": value("binary"),
@@ -53,6 +54,7 @@ def row(number: int) -> dict[str, Any]:
         "tokens": torch.arange(number),
         "nested": torch.full((2, 3 + number), number / 7),  # all lists of one row are equally long
         "ragged": [torch.arange(2, dtype=torch.uint8), torch.arange(number + 1, dtype=torch.uint8)],
+        "pairs": torch.full((number, 2), number / 5),
         "gaps": [1, None] if number == 1 else [1, 2],
         "holes": [[1, 2], None if number == 1 else [3, 4]],
         "raw": torch.arange(number, dtype=torch.uint8),

@@ -120,6 +120,13 @@ def test_unfinished_and_foreign_variations(tmp_path: Path) -> None:
     assert not what
 
 
+def test_resume_after_a_file_was_deleted(tmp_path: Path) -> None:
+    write_concept(tmp_path / "in", "/data/cats", 2)
+    tc.import_cache(tmp_path / "in", tmp_path / "out")
+    next((tmp_path / "in" / "image").rglob("1.pt")).unlink()
+    assert tc.import_cache(tmp_path / "in", tmp_path / "out", resume=True).changed == ["photo 1"]
+
+
 def test_bad_files_are_named(tmp_path: Path) -> None:
     items: list[Any] = [image_item(0), [1], image_item(2), image_item(3)]
     folder = write_variation(tmp_path / "in", "image", "c", 0, items, [image_entry("/c", i) for i in range(4)])

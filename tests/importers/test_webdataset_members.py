@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -141,6 +142,17 @@ def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.Mon
     assert Path("hacked").exists()
 
 
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_arrays_of_objects(tmp_path: Path, suffix: str) -> None:
+    content, array = io.BytesIO(), np.array([1, "a"], object)
+    np.save(content, array) if suffix == "npy" else np.savez(content, x=array)
+    write_tar(tmp_path / "in" / "a.tar", {f"k.{suffix}": content.getvalue()})
+    with pytest.raises(tc.FormatError, match=rf"a\.tar: sample 'k': member '{suffix}': .*--trust"):
+        tc.import_cache(tmp_path / "in", tmp_path / "stopped")
+    tc.import_cache(tmp_path / "in", tmp_path / "out", trust=True)
+    assert tc.open(tmp_path / "out")[0] == ([1, "a"] if suffix == "npy" else {"x": [1, "a"]})
+
+
 @pytest.mark.parametrize("suffix", ["pyd", "pickle"])
 def test_pickles_of_arrays(tmp_path: Path, suffix: str) -> None:
     """As `.pyd` members of most people are: numpy's and torch's pickles name functions of these libraries."""
@@ -219,6 +231,15 @@ def test_shards_of_this_package_are_not_imported(tmp_path: Path) -> None:
     write(tmp_path / "foreign" / "a.tar", {"k": {"safetensors": b"", "txt": "a"}})  # without a skeleton
     with pytest.raises(ValueError, match="belongs to a known format"):
         tc.import_cache(tmp_path / "foreign", tmp_path / "out")
+
+
+def test_a_first_sample_of_many_members(tmp_path: Path) -> None:
+    frames = {f"{number:03d}.jpg": b"" for number in range(64)}
+    write(tmp_path / "in" / "a.tar", {"k": {**frames, "states.npy": np.ones(2)}})
+    assert list(imported(tmp_path / "in", tmp_path / "out")[0]["k"]) == ["states"]
+    write(tmp_path / "cache" / "a.tar", {"k": {**frames, "skel.pyd": {}, "safetensors": b""}})
+    with pytest.raises(ValueError, match="is a cache already"):
+        tc.import_cache(tmp_path / "cache", tmp_path / "again")
 
 
 @pytest.mark.parametrize("prefix", ["", "./"])

@@ -144,12 +144,14 @@ def test_dtypes_that_numpy_lacks(tmp_path: Path) -> None:
 
 def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     values = {"set": {1, 2}, "float": float("nan"), "bytes": b"ab", "list": [{3}]}
-    write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | {"a.b": "\udcff", "name": "é字"}}})
+    others = {"a.b": "\udcff", "name": "é字", "label": np.int64(3), "sizes": [np.float32(0.5), np.bool_(True)]}
+    write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | others}})
     said = run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz").stderr
     assert all(
         f"y.{name} is a {name}, which JSON cannot hold: the files have a short text of it" in said for name in values
     )
     expected = {f"y.{name}": repr(value) for name, value in values.items()} | {"y.a.b": "\udcff", "y.name": "é字"}
+    expected |= {"y.label": 3, "y.sizes": [0.5, True]}
     assert json.loads((tmp_path / "out" / "k.json").read_text(encoding="utf-8")) == expected
 
 
@@ -326,6 +328,17 @@ def test_members_that_change_before_an_export_continues(tmp_path: Path) -> None:
     with tc.open(write(tmp_path / "edited", samples, txt="a dog")) as cache:
         assert tc.export_cache(cache, tmp_path / "out", "pt").num_present == 0
     assert {path.read_text() for path in (tmp_path / "out").glob("*.txt")} == {"a dog"}
+
+
+def test_names_in_a_join_that_change_before_an_export_continues(tmp_path: Path) -> None:
+    def stop(done: int, total: int | None) -> None:
+        raise KeyboardInterrupt
+
+    left, right = (write(tmp_path / name, {"k": {"x": torch.ones(1)}, "l": {"x": torch.ones(1)}}) for name in "ab")
+    with tc.open(left) as a, tc.open(right) as b:
+        with pytest.raises(KeyboardInterrupt):
+            tc.export_cache(tc.join({"a": a, "b": b}), tmp_path / "out", "pt", progress=stop)
+        assert tc.export_cache(tc.join({"b": a, "a": b}), tmp_path / "out", "pt").num_present == 0
 
 
 @pytest.mark.parametrize("kind", ["pt", "webdataset"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -186,26 +187,34 @@ def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
         setattr(report, name, count)
     if probed:
         report.nbytes_narrowable = report.nbytes * narrowable // probed
-    forms = [(form, *count) for part in parts for form, count in part.forms.items()]
-    for name in sorted(set().union(*(form for form, *_ in forms))):
-        # A picture is a member such as `image.png`; where it is null, the sample has an entry `image` instead.
-        having = [form for form, *_ in forms if name in form or any(part.startswith(f".{name}.") for part in form)]
-        without = [(count, first) for form, count, first in forms if form not in having]
-        if without:
-            report.lacking[name] = sum(count for count, _ in without), without[0][1]
+    forms = [(_entries_of(form), *count) for part in parts for form, count in part.forms.items()]
+    having = Counter[str]()
+    for entries, count, _ in forms:
+        having.update(dict.fromkeys(entries, count))
+    for name in sorted(set().union(*(form for part in parts for form in part.forms))):
+        if having[name] < report.num_written:
+            first = next(first for entries, _, first in forms if name not in entries)
+            report.lacking[name] = report.num_written - having[name], first
+
+
+def _entries_of(form: Iterable[str]) -> set[str]:
+    """Return the entries and members of a form, and the entries in whose place it has members."""
+    # A picture is a member such as `.image.png`; where it is null, the sample has an entry `image` instead.
+    members = [part for part in form if part[:1] == "."]
+    return {*form, *(member[1:end] for member in members for end in range(1, len(member)) if member[end] == ".")}
 
 
 def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished: FinishedShards) -> list[str]:
-    """Return the names of samples, given by key, with files that changed after their shards were written."""
+    """Return the names of samples, given by key, with files that changed or vanished after their shards were written."""
     if any(map(is_url, finished.indexes)):
         return []
     written_ns = {path: os.stat(path).st_ctime_ns for path in finished.indexes}
     files = {file for sample in samples.values() for file in sample.files}
-    changed_ns = {file: os.stat(folder.locate(file)).st_ctime_ns for file in files}
+    changed_ns = {file: os.stat(folder.locate(file)).st_ctime_ns for file in files if file in folder}
     changed = []
     for key, sample in samples.items():
         (path, _), *_ = finished.find(finished.stored_key(key))
-        if any(changed_ns[file] > written_ns[path] for file in sample.files):
+        if any(changed_ns.get(file, math.inf) > written_ns[path] for file in sample.files):
             changed.append(sample.name)
     return changed
 

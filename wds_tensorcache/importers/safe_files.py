@@ -61,6 +61,14 @@ def load_npy(folder: SourceFolder, name: str) -> Any:
         return as_tensor(parse_npy(folder.view(name), folder.trust))
 
 
+def parse_numpy(raw: bytes, kind: str, trust: bool) -> Any:
+    """Return the array or the dict of arrays in the content of an `npy` or `npz` file, with objects only if it is trusted."""
+    if kind == "npy":
+        return parse_npy(raw, trust)
+    limit = _find_limit(len(raw), trust)
+    return parse_npz(memoryview(raw), arrays.list_zip(io.BytesIO(raw)), limit, REMEDY, trust)
+
+
 def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
     """Return the object in a file of `torch.save`; see `parse_torch`.
 

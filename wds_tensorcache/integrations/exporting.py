@@ -20,14 +20,13 @@ import safetensors.torch
 import torch
 
 from wds_tensorcache.codec.reference import RESERVED
-from wds_tensorcache.codec.tree import SEQUENCES, realize
+from wds_tensorcache.codec.tree import SEQUENCES, realize, rebuild
 from wds_tensorcache.errors import EncodeError, InvalidKeyError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.description import value_text
 from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.shards.names import safe_key
-from wds_tensorcache.shards.shard import Shard
 from wds_tensorcache.storage.atomic import find_temporary, write_atomically
 from wds_tensorcache.storage.system import boot_id
 from wds_tensorcache.writing.new_folder import check_new, new_folder
@@ -50,6 +49,7 @@ class ExportReport:
         num_present: Number of samples that an interrupted call had written.
         renamed: File names by key, for samples whose files could not have the original name.
         widened: Dtypes in the files by tensor name, for tensors with a dtype that the files cannot hold. No number changes.
+            As `as_text`, it lists only samples that this call has written.
         as_text: Types by name, for values that JSON cannot hold, such as sets and NaN. The JSON has a text in their place,
             which ends after about 200 characters.
         num_without: Number of samples in the shards without the exported cache, for example samples with only a picture.
@@ -128,8 +128,11 @@ def _parts_of(cache: Cache) -> list[Cache]:
     )
 
 
-def _shards_of(cache: Cache) -> list[Shard]:
-    return [shard for part in _parts_of(cache) if isinstance(part, TensorCache) for shard in part._store.shards]
+def _shards_of(cache: Cache) -> list[Any]:
+    """Return the identities of a cache's shards; for a join, the names and shards of the joined caches."""
+    if isinstance(cache, JoinedCache):
+        return [cache._names, *map(_shards_of, cache._caches)]
+    return [shard.file.identity for shard in cache._store.shards] if isinstance(cache, TensorCache) else []
 
 
 def _identify(cache: Cache, kind: str) -> str | None:
@@ -148,7 +151,7 @@ def _identify(cache: Cache, kind: str) -> str | None:
             sample += shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
         digest.update(repr(sample).encode("utf-8", "surrogatepass"))
     # members outside the cache have no digest
-    digest.update(repr([shard.file.identity for shard in _shards_of(cache)]).encode())
+    digest.update(repr(_shards_of(cache)).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:32]
 
 
@@ -297,6 +300,7 @@ class _Export:
 
     def _as_json(self, name: str, leaf: Any) -> Any:
         """Return a value that JSON can hold, or a text in its place, which the report lists."""
+        leaf = rebuild(leaf, lambda number: number.item() if number.dtype.kind in "biuf" else number, np.generic)
         try:
             decoded = json.loads(json.dumps(leaf, allow_nan=False))
         except (TypeError, ValueError, RecursionError):

@@ -81,7 +81,8 @@ def value_of(array: Any, feature: Any = None, lists: Lists = Lists.TENSORS) -> A
     sizes: list[int] = []
     flat = array
     while _is_list(types, flat.type) and (lists is Lists.TENSORS or not sizes):
-        sizes.append(len(flat.flatten()) // max(len(flat), 1))
+        is_fixed = types.is_fixed_size_list(flat.type)
+        sizes.append(flat.type.list_size if is_fixed else len(flat.flatten()) // max(len(flat), 1))
         flat = flat.flatten()
     if lists is not Lists.PLAIN and _is_number(types, flat.type):
         shape = described.get("shape")  # sizes inside an empty list are unknown

@@ -32,7 +32,7 @@ from itertools import islice
 from typing import Any
 
 from wds_tensorcache.errors import FormatError, format_count, list_names
-from wds_tensorcache.importers.safe_files import parse_torch, tensors_of
+from wds_tensorcache.importers.safe_files import parse_numpy, parse_torch, tensors_of
 from wds_tensorcache.importers.source import Faults, Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.webdataset import decode
@@ -40,9 +40,8 @@ from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, is_safe_key
 from wds_tensorcache.shards.tar import Scanner, find_header, hidden_members
 from wds_tensorcache.storage.files import ShardFile
 
-_PICKLES = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt"})
-_DECODED = _PICKLES | {"npy", "npz", "ten", "tb"}
-_NUM_PROBED = 64  # members of a tar to look at, before it counts as a tar without tensors
+_DECODED = frozenset({"pyd", "pickle", "pkl", "pt", "pth", "ckpt", "npy", "npz", "ten", "tb"})
+_NUM_PROBED = 64  # members of a tar to look at, if its first sample is not longer
 _NUM_NAMED = 3  # members in a note
 _LIKE_STEM = re.compile(r"(?:\d|[^.]*\s).*\..*", re.DOTALL).match  # the rest of a name such as `1.5.npy`
 _Extent = tuple[int, int]  # begin and end of a member's content in the tar, in bytes
@@ -73,7 +72,13 @@ def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
     suffixes: list[str] = []
     with suppress(FormatError), naming(name):
         file = ShardFile(folder.locate(name))
-        suffixes.extend(_split(member)[1] for member, *_ in islice(Scanner(file.read, file.nbytes), _NUM_PROBED))
+        first = None
+        for member, *_ in Scanner(file.read, file.nbytes):
+            key, suffix = _split(member)
+            first = first or key
+            if key != first and len(suffixes) >= _NUM_PROBED:
+                break
+            suffixes.append(suffix)
     return suffixes
 
 
@@ -162,10 +167,10 @@ def _load(folder: SourceFolder, file: ShardFile, name: str, key: str, extents: d
 
 def _decode(suffix: str, raw: bytes, trust: bool) -> Any:
     kind = _kind(suffix)
-    if kind not in _PICKLES:
+    if kind in ("ten", "tb"):
         return _DECODE({"__key__": "", kind: raw})[kind]
     with naming(f"member {suffix!r:.100}"):
-        return parse_torch(raw, trust)
+        return parse_numpy(raw, kind, trust) if kind in ("npy", "npz") else parse_torch(raw, trust)
 
 
 FORMAT = Format(

@@ -55,7 +55,7 @@ from wds_tensorcache.importers.source_folder import SourceFolder
 from wds_tensorcache.importers.trainers.joined_files import ImageFile, Joined, join_files
 
 _FILE = re.compile(
-    r"((?:.*/)?)_(latent|t_e|clip_vision)_cache/(.+)_([A-Za-z0-9_-]{22})(?:_\d+)?\.safetensors", re.DOTALL | re.ASCII
+    r"((?:.*/)?)_(latent|t_e|clip_vision)_cache/(.+)_([A-Za-z0-9_-]{22}(?:_\d+)?)\.safetensors", re.DOTALL | re.ASCII
 )
 _NUMBERED = re.compile(r"(text_embed|attention_mask)_(\d{1,9})", re.ASCII)
 _NOT_INFO = {"format", "software"}

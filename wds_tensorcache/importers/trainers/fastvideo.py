@@ -80,7 +80,9 @@ def _open(folder: SourceFolder) -> Source:
         )
         for name, number, place, id in rows
     ]
-    return Source(samples, {"tensors": sorted(tensors)}, bad)
+    # Hazard: after a new file with an id of another file, a resumed import would store all samples twice.
+    names = {"names": "of files, because ids repeat or are missing"} if any(ids) and not has_ids else {}
+    return Source(samples, {"tensors": sorted(tensors), **names}, bad)
 
 
 def _tensors(columns: list[str]) -> list[str]:

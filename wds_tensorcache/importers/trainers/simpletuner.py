@@ -202,7 +202,8 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
         return num_same + num_common(parts[num_same:], reversed(cache))
 
     scores = list(map(score, images))
-    best = [image for image, number in zip(images, scores, strict=True) if number == max(scores)]
+    highest = max(scores, default=0)
+    best = [image for image, number in zip(images, scores, strict=True) if number == highest]
     is_known = bool(best) and all((image.path, image.metadata) == (best[0].path, best[0].metadata) for image in best)
     return best[0] if is_known else None
 
