@@ -59,7 +59,8 @@ def test_names_go_before_patterns(cache: Any) -> None:
 def test_patterns_in_another_order(tmp_path: Path) -> None:
     tensor = torch.ones(2)
     cache = tc.open(write(tmp_path, [{"a": tensor}, {"a": tensor}, {"a": tensor, "ab": tensor}]))
-    listed, stacked = {"*": "list", "a*": "stack"}, {"a*": "stack", "*": "list"}  # the first pattern that matches counts
+    # the first pattern that matches counts
+    listed, stacked = {"*": "list", "a*": "stack"}, {"a*": "stack", "*": "list"}
     for _ in range(2):
         assert cache.read_batch([0, 1], collate=listed)["ab"] == [None, None]
         assert set(cache.read_batch([0, 1], collate=stacked)) == {"a"}
