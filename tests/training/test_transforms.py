@@ -174,6 +174,11 @@ def test_always_and_never() -> None:
         assert "is_dropped" not in batch
 
 
+def test_texts_under_an_empty_key(tmp_path: Path) -> None:
+    cache = tc.open(write(tmp_path, [{"": torch.ones(2)}, {"": torch.ones(2)}]))
+    assert next(iter(tc.Loader(cache, 2, transform=tc.drop_text(1, {"%": 0}))))[""].tolist() == [[0, 0], [0, 0]]
+
+
 def test_nothing_is_read_back_from_the_device() -> None:
     """Tensors of the device `meta` have no values, so it raises an error where a GPU would wait."""
     transforms: list[Any] = [

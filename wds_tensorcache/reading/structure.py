@@ -72,7 +72,7 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
     if cls not in DICTS:
         raise ValueError(f"there is {shown(value)} in place of a container of {lazy.name!r}")
     keys = (numbered for one in (value, donor) if type(one) in DICTS for numbered in enumerate(one))
-    key = next((key for at, key in keys if component(key, at) == part), _key_of(part))
+    key = next((key for at, key in keys if component(key, at) == part), key_of(part))
     item = _insert(value.get(key), parts[1:], lazy, donor.get(key) if type(donor) in DICTS else None)
     if item is value.get(key):
         return value
@@ -101,11 +101,11 @@ def put(sample: Any, name: str, value: Any) -> None:
     container = sample
     parts = name.split(".")
     for part, after in pairwise(parts):
-        key = _key_of(part)
+        key = key_of(part)
         if type(container) in DICTS and not after.isdecimal():  # a number may be the index of a list that was removed
             container.setdefault(key, {})
         container = container.get(key) if type(container) in DICTS else None
-    key = _key_of(parts[-1])
+    key = key_of(parts[-1])
     if type(container) not in DICTS or key in container:
         raise BatchError(
             f"choose={{{name!r}: …}}: samples have another value at this place, or a container that is not a dict; choose a "
@@ -114,7 +114,7 @@ def put(sample: Any, name: str, value: Any) -> None:
     container[key] = value
 
 
-def _key_of(part: str) -> str:
+def key_of(part: str) -> str:
     """Return the dict key that tensor names contain as `part`, which may be escaped."""
     return part if "%" not in part else "" if part == "%" else unquote(part)
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from wds_tensorcache.reading.batch.batch_memory import to_device
 from wds_tensorcache.reading.batch.leaves import Leaves
 from wds_tensorcache.reading.batch_info import BatchInfo
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of
+from wds_tensorcache.reading.structure import key_of
 from wds_tensorcache.reading.transfer import current_stream
 from wds_tensorcache.training.normal import normal
 
@@ -275,7 +275,7 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
     container, parts = batch, name.split(".")
     for number, part in enumerate(parts, 1):
         is_dict = isinstance(container, dict)
-        key = int(part) if part.isdecimal() and not (is_dict and part in container) else unquote(part)
+        key = int(part) if part.isdecimal() and not (is_dict and part in container) else key_of(part)
         has_key = key in container if is_dict else isinstance(container, list) and key in range(len(container))
         if number == len(parts) and is_new and is_dict:
             if has_key:
