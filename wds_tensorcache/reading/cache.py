@@ -202,9 +202,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
 
         Patterns have the syntax of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has
-        all selected tensors, even a tensor that all samples of the batch lack. Other tensors are not read. Dicts lose these
-        tensors, and None in their places; in lists, tuples and deques, None replaces a tensor. Small values keep their places
-        in samples and batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
+        all selected tensors, even a tensor that all samples of the batch lack; at urls, for patterns and containers, only those
+        that the first sample has. Other tensors are not read. Dicts lose these tensors, and None in their places; in lists,
+        tuples and deques, None replaces a tensor. Small values keep their places in samples and batches. Tensors in sets, in
+        keys of dicts, and in objects of `allow=` classes also remain.
 
         Raises:
             KeyError: A pattern matches no tensor's name, although the view has tensors.

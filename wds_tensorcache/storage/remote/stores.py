@@ -118,7 +118,7 @@ class StoreClient:
         # a request of a child that was forked after its parent used obstore would never end
         if _pid is not None and _pid != os.getpid():
             raise request.error(_FORKED)
-        limit_s = 2.0 ** max(0, int(limit_s).bit_length())
+        limit_s = 2.0 ** int(min(limit_s, 1e6)).bit_length()  # the limit may be infinite
         if (limit_s, is_upload) in self._stores:
             return self._stores[limit_s, is_upload]
         try:
