@@ -61,9 +61,10 @@ def _open(folder: SourceFolder) -> Source:
             for number in range(len(read_shard(name))):
                 samples.append(SourceSample(f"{name[:-4]}/{number:06d}", (name,), partial(load, name, number)))
     for name in folder.by_suffix.get(".json", ()):
-        root = name[: -len(_METADATA)]
-        count = sum(sample.name.startswith(f"{root}shard_") for sample in samples)
-        if root + _METADATA == name and count and not any(other.startswith(f"{root}shard_") for other in bad):
+        root = name.removesuffix(_METADATA)
+        # captions of other tools may be thousands of `.json` files
+        count = 0 if root == name else sum(sample.name.startswith(f"{root}shard_") for sample in samples)
+        if count and not any(other.startswith(f"{root}shard_") for other in bad):
             metadata_files.append(name)
             with bad.of(name):
                 listed = folder.read_json(name)["num_samples"]
