@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import glob
 import operator
 import os
@@ -27,7 +26,7 @@ from wds_tensorcache.errors import (
     list_names,
     unknown_name,
 )
-from wds_tensorcache.reading.collate import TENSOR_WAYS, Collate, Pad, PadValue, as_collate
+from wds_tensorcache.reading.collate import TENSOR_WAYS, Collate, Pad, PadValue
 from wds_tensorcache.reading.positions import (
     KeysView,
     Positions,
@@ -549,8 +548,8 @@ class TensorCache(Cache[_Sample]):
         self._ascending: Array | None = None
         self._patterns = patterns
         self._narrow_to(name_matcher(patterns) if patterns is not None else None, optional)
-        # an argument `collate`, and the result of `_fixed_by`
-        self._last_fixed: tuple[Any, tuple[str, ...]] | None = None
+        # the ways of an argument `collate`, and the result of `_fixed_by`
+        self._last_fixed: tuple[list[Any], tuple[str, ...]] | None = None
 
     def __reduce__(self) -> Any:
         return TensorCache, (self._store, self._order, *self._selection)
@@ -617,12 +616,15 @@ class TensorCache(Cache[_Sample]):
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names
+        # the ways are checked when they are used, because `read_tensors` has one more
+        by_name = collate if isinstance(collate, Mapping) else {"*": collate}
+        ways = collate if isinstance(collate, Collate) else Collate(by_name)
+        key = [ways.prefix, *ways.ways.items()]  # equal dicts in another order are other ways
         last = self._last_fixed  # read once, because another thread may replace it
-        if last is None or last[0] != collate:
-            ways = collate if isinstance(collate, Collate) else as_collate(collate, 0)
+        if last is None or last[0] != key:
             padded_or_listed = [name for name in self._batch_names() if ways.way(name) not in ("stack", "auto")]
             fixed = tuple(dict.fromkeys([*self._names, *padded_or_listed]))
-            last = self._last_fixed = copy.copy(collate), fixed
+            last = self._last_fixed = key, fixed
         return last[1]
 
     def _batch_names(self) -> list[str]:
