@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import pickle
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
@@ -315,6 +316,9 @@ def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
 
     choose = {("image", "mask"): [("image", "mask"), ("image_flipped", "mask_flipped")]}
     with tc.open(write(tmp_path, [sample(i) for i in range(6)], max_samples=6)) as cache:
+        renamed = {("i", "m"): choose["image", "mask"]}
+        _, info = cache.read_batch_with_info([0, 2], collate="pad", choose=renamed)
+        assert info.mask("m").shape == (2, 0)
         for rows, signs in product(([0, 1, 2], [0, 2], [4, 1]), ([0, 1, 0], [1, 0, 1])):
             signs = signs[: len(rows)]
             factors = [1 - 2 * sign for sign in signs]
@@ -524,6 +528,35 @@ def test_lists_of_tensors_and_other_items(tmp_path: Path) -> None:
         batch = cache.read_batch(range(3), choose={"T": "t.0"})
         assert list(batch["t"]) == [[None, None, ["s"]]] * 3
         assert batch["T"].tolist() == [[1, 1]] * 3
+
+
+def test_names_with_brackets(tmp_path: Path) -> None:
+    """A name in brackets is a name before it is a pattern."""
+    sample = {"x[0]": torch.zeros(2), "x[1]": torch.ones(3), "c[0]": {"a": torch.ones(1)}}
+    with tc.open(write(tmp_path, [sample] * 3)) as cache:
+        for part in (cache, tc.join([cache])):
+            assert list(part.select("x[0]")[0]) == ["x[0]", "c[0]"]
+            assert list(part.select(["c[0]"]).schema) == ["c[0].a"]
+            for name in ("x", "x[0]"):
+                choose = {name: ["x[0]", "x[1]"]}
+                batch = next(iter(tc.Loader(part, 3, choose=choose, collate="list")))
+                assert set(batch) == {name, "c[0]"}
+                assert set(part.read_batch([0], choose=choose)) == {name, "c[0]"}
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, partial(defaultdict, int)])
+def test_other_dicts(kind: Any, tmp_path: Path) -> None:
+    sample = kind({"x": torch.zeros(2), "y": torch.ones(2)})
+    with tc.open(write(tmp_path / "a", [sample] * 2)) as cache:
+        batch = cache.read_batch([0, 1], choose={"x": ["x", "y"]}, choices={"x": [1, 0]})
+        assert type(batch) is type(sample)
+        assert batch["x"].tolist() == [[1, 1], [0, 0]]
+    sample["texts"] = kind({"a": "A", "b": "B"})
+    with tc.open(write(tmp_path / "b", [sample] * 2)) as cache:
+        for name in ("text", "texts"):
+            batch = cache.read_batch([0, 1], choose={name: "texts.*"}, choices={name: [1, 0]})
+            assert set(batch) == {"x", "y", name}
+            assert batch[name].tolist() == ["B", "A"]
 
 
 def test_a_misspelled_alternative(tmp_path: Path) -> None:

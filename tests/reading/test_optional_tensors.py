@@ -251,6 +251,9 @@ def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
             assert set(cache.read_batch([0, 1])) == {"x"}
             assert cache[:2].read_batch([0, 1], collate="pad")["mask"].shape == (2, 0)
             tc.Loader(cache, 2, collate={"mask": "pad"})
+        ways = {"*": "list", "m*": "stack"}  # the first pattern that matches counts
+        assert cache.read_batch([0, 1], collate=ways)["mask"] == [None, None]
+        assert set(cache.read_batch([0, 1], collate=dict(reversed(ways.items())))) == {"x"}
         _, info = next(iter(tc.Loader(cache[:2], 2, collate={"mask": tc.pad(to=3)}).with_info()))
         assert info.mask("mask").tolist() == [[False] * 3] * 2
 

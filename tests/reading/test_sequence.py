@@ -48,6 +48,7 @@ def test_samples_are_read_as_written(samples: list[Any], max_samples: int) -> No
         (["000", "absent"], KeyError, "no sample 'absent' among the 20"),
         ([0.0], TypeError, "indices must be a sequence of ints or keys"),
         ([True], TypeError, "indices must be a sequence of ints or keys"),
+        (np.zeros(0, bool), TypeError, "or a mask of 20 bools"),
         ([[0, 1], [2, 3]], TypeError, "indices must be a sequence of ints or keys"),
         ("000", TypeError, "indices must be a sequence of ints or keys, got '000'"),
     ],

@@ -126,6 +126,9 @@ def test_a_cache_knows_the_names(tmp_path: Path) -> None:
             view.original_name("a")
         joined = tc.join({"m": cache, "n": cache})
         assert joined.original_name(joined.keys()[1]) == NAMES[1]
+        write_samples(tmp_path / "c", {"a": {"y": 1}})
+        with tc.join([tmp_path / "c", cache], keys={1: {"a": joined.keys()[1]}}) as mapped:
+            assert mapped.original_name("a") == "a"
     write_samples(tmp_path / "b", {"a%zz": {"x": 1}})
     with tc.open(tmp_path / "b") as cache, pytest.raises(tc.InvalidKeyError, match="was not made by"):
         cache.original_name("a%zz")

@@ -12,6 +12,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from wds_tensorcache.errors import list_names
 from wds_tensorcache.reading.choose import Choices, Randomness
 from wds_tensorcache.reading.collate import Pad, as_collate
+from wds_tensorcache.reading.schema import name_matcher
 
 Array = np.ndarray[Any, Any]
 _NUM_INDICES = 8  # indices that the repr shows
@@ -147,7 +148,10 @@ class BatchInfo:
 
     def _is_lacking(self, name: str) -> bool:
         """Return whether the cache has a tensor that all samples of the batch lack."""
-        return self.cache is not None and name in self.cache._batch_names() and name not in self._shapes_in_cache()
+        if self.cache is None or name in self._shapes_in_cache():
+            return False
+        patterns = self._randomness.alternatives.patterns_for([name])
+        return any(map(name_matcher(patterns), self.cache._batch_names()))
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
         """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""

@@ -26,7 +26,7 @@ from torch.utils.data import get_worker_info
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout, keep_bounded
 from wds_tensorcache.codec.reference import component
-from wds_tensorcache.codec.tree import SEQUENCES, Path, Wanted, flatten, project, rebuild
+from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Path, Wanted, empty_like, flatten, project, rebuild
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
 from wds_tensorcache.reading.batch.leaves import Leaves
@@ -158,7 +158,8 @@ class Alternatives:
     @computed_once
     def covers(self) -> Wanted:
         """Function that returns whether the tensor with a given name is an alternative."""
-        return name_matcher(pattern for patterns in self.patterns.values() for pattern in patterns)
+        patterns = list(chain.from_iterable(self.patterns.values()))
+        return name_matcher([*patterns, *map(glob.escape, patterns)])  # a name may contain brackets
 
     def check(self, cache: Any) -> None:
         """Check that `cache` has these alternatives. Warn if independent choices seem to belong together.
@@ -181,7 +182,8 @@ class Alternatives:
                         hint = f"; {member!r:.100} is a member, {remedy}"
                     raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}{hint}") from exc
         for name in names:
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns.get(name, "*")):
+            patterns = self.patterns.get(name, ("*",))
+            if name not in patterns and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 raise _other_tensor(name)
         self._warn_of_pairs(cache)
 
@@ -644,8 +646,8 @@ class _Rest(Structures):
     def whole(self, sample: Any) -> Any:
         """Return a sample without its alternatives; drop None in their places, and containers that held only alternatives."""
         kept = project(super().whole(sample), lambda name: not self._alternatives.covers(name), prunes=True)
-        if kept is None and type(sample) is dict:
-            kept = {}
+        if kept is None and type(sample) in DICTS:
+            kept = empty_like(sample)
         for patterns in self._alternatives.patterns.values():
             for place, key in _places(kept, patterns):
                 if place[key] is None:
@@ -692,7 +694,7 @@ def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, An
     """Yield dict and key for each value that may be an alternative, and for each container of alternatives."""
     for pattern in patterns:
         for place, key, _ in list(_find(sample, pattern.removesuffix(".*"))):
-            if type(place) is dict and (pattern.endswith(".*") or type(place[key]) is not dict):
+            if type(place) in DICTS and (pattern.endswith(".*") or type(place[key]) not in DICTS):
                 yield place, key
 
 
@@ -707,7 +709,7 @@ def _values(sample: Any, patterns: Sequence[str]) -> dict[str, Any]:
                 raise BatchError(f"a sample has {problem}, expected a list of alternatives")
         for place, key, name in _find(sample, pattern):
             item = place[key]
-            if item is not None and not is_tensor(item) and (is_list or type(item) is not dict):
+            if item is not None and not is_tensor(item) and (is_list or type(item) not in DICTS):
                 values[name] = item
     return values
 

@@ -399,8 +399,9 @@ class JoinedCache(Cache[_Sample]):
         return self._caches[0]._find(key)  # type: ignore[no-any-return]
 
     def _stored_name(self, number: int) -> str | None:
-        names = (cache._stored_name(number) for cache in self._caches)
-        return next((name for name in names if name is not None), None)
+        key, names = self.keys()[number], ((cache, cache._stored_name(number)) for cache in self._caches)
+        # with `keys=`, other caches have other keys
+        return next((name for cache, name in names if name is not None and cache.keys()[number] == key), None)
 
     def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
         for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):

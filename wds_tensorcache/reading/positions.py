@@ -110,7 +110,7 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
         numbers = np.asarray(indices)
     if numbers.dtype == np.bool_ and numbers.shape == (count,):
         return np.flatnonzero(numbers)
-    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+    if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and (len(numbers) or numbers.dtype == np.bool_)):
         raise TypeError(f"indices must be a sequence of ints or keys, or a mask of {count} bools, got {indices!r:.100}")
     if numbers.dtype != np.int64 or (len(numbers) and int(numbers.view(np.uint64).max()) >= count):
         wrong = (numbers < -count) | (numbers >= count)  # before the cast, which would wrap large unsigned integers

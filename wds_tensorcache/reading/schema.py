@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import glob
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -248,8 +249,9 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
 
 
 def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return `patterns`, and a pattern for the tensors inside each matching container."""
+    """Return `patterns`, and a pattern for the tensors inside each matching container. Names may contain brackets."""
     patterns = tuple(patterns)
+    patterns = (*patterns, *(glob.escape(pattern) for pattern in patterns if "[" in pattern))
     return (*patterns, *(f"{pattern}.*" for pattern in patterns))
 
 
