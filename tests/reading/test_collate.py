@@ -56,16 +56,6 @@ def test_names_go_before_patterns(cache: Any) -> None:
     assert cache.select("cond.*").read_batch([0, 3], collate={})["cond"]["text"].shape == (2, 1, 4)
 
 
-def test_patterns_in_another_order(tmp_path: Path) -> None:
-    tensor = torch.ones(2)
-    cache = tc.open(write(tmp_path, [{"a": tensor}, {"a": tensor}, {"a": tensor, "ab": tensor}]))
-    # the first pattern that matches counts
-    listed, stacked = {"*": "list", "a*": "stack"}, {"a*": "stack", "*": "list"}
-    for _ in range(2):
-        assert cache.read_batch([0, 1], collate=listed)["ab"] == [None, None]
-        assert set(cache.read_batch([0, 1], collate=stacked)) == {"a"}
-
-
 def test_auto_for_one_tensor(cache: Any) -> None:
     tensors = cache.read_tensors([0, 1], collate={"cond.*": "list", "*": "auto"})
     assert [type(tensors[name]) for name in ("odd", "cond.text", "latent")] == [list, list, torch.Tensor]
