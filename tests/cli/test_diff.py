@@ -100,6 +100,15 @@ def test_other_members(tmp_path: Path) -> None:
     assert json_of("diff", first, first)["is_equal"]
 
 
+def test_samples_without_the_cache_are_counted(tmp_path: Path) -> None:
+    members = list(zip(("k.skel.pyd", "k.safetensors"), tc.encode_sample({"x": torch.ones(2)}), strict=True))
+    for name, others in (("a", [("l.json", b"1"), ("m.json", b"2")]), ("b", [("n.json", b"3")])):
+        (tmp_path / f"{name}.tar").write_bytes(build_with_tarfile([*members, *others]))
+    report = json_of("diff", tmp_path / "a.tar", tmp_path / "b.tar")
+    assert (report["is_equal"], report["num_equal"], report["num_without"]) == (True, 1, 3)
+    assert "not compared: 3 samples" in run("diff", tmp_path / "a.tar", tmp_path / "b.tar").stderr
+
+
 def test_tensors_with_equal_digests_are_not_read(tmp_path: Path) -> None:
     """A damaged byte of a tensor is found only where the digests make a look at the tensors necessary."""
     samples = {"k": {"x": torch.full((1000,), 7.0), "text": "a"}}

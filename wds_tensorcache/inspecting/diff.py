@@ -51,6 +51,7 @@ class CacheDiff:
         only_first, only_second: Keys of the samples that only the first or only the second cache contains.
         num_equal, num_changed: Numbers of equal and of different samples among the samples in both caches.
         changes: All differences, in the order of the first cache.
+        num_without: Number of samples in both caches' shards that lack the cache, and so are not compared.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -58,6 +59,7 @@ class CacheDiff:
     num_equal: int = 0
     num_changed: int = 0
     changes: list[Change] = field(default_factory=list)
+    num_without: int = 0
 
     @property
     def is_equal(self) -> bool:
@@ -93,6 +95,8 @@ def diff_caches(
     for index, key in enumerate(second.keys()):
         if _find_counterpart(second, first, key, index) is None:
             result.only_second.append(key)
+    shards = [*first._store.shards, *second._store.shards]
+    result.num_without = sum(len(shard.index.keys) - len(shard) for shard in shards)
     return result
 
 
