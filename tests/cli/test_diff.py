@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def sample(i: int) -> dict[str, Any]:
         "nested": [torch.full((2, 3), i).bfloat16(), {"text": f"photo {i}", "size": (1, i), "nan": float("nan")}],
         "array": np.array(["a", f"b{i}"]),
         "empty": torch.zeros(0, 3),
+        "recent": deque([1], 3),
+        "counts": defaultdict(int),
         "weird": torch.tensor([1.0, float("nan"), float("inf"), -0.0]),
     }
 
@@ -62,6 +65,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "texts": (lambda it: it["array"].__setitem__(0, "c"), "array", "has other elements"),
     "value": (lambda it: it["nested"][1].update(text="x"), "nested.1.text", "is 'photo 1', and 'x' in the second"),
     "type": (lambda it: it["nested"][1].update(size=[1, 1]), "nested.1.size", "is a tuple, and a list"),
+    "length": (lambda it: it.update(recent=deque([1], 4)), "recent", "has maxlen=3, and maxlen=4 in the second"),
+    "default": (lambda it: it.update(counts=defaultdict(float)), "counts", "has default_factory=<class 'int'>, and"),
     "value_gone": (lambda it: it["nested"][1].pop("text"), "nested.1.text", "is only in the first cache"),
 }
 
