@@ -23,7 +23,7 @@ def diff_command(first: str, second: str, limit: int, cache_name: str | None, as
     """Compare the samples of FIRST and SECOND by key: tensors bit for bit, small values, and other members.
 
     Tensors of samples with equal digests and skeletons are not read. The exit status is 0 if all samples are equal, and 1 if
-    they differ. Fingerprints, the order of the samples, and samples without the cache are not compared.
+    they differ. Fingerprints, the order of samples and of keys in dicts, and samples without the cache are not compared.
     """
     output = Output(as_json)
     with (
