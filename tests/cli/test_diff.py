@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ def sample(i: int) -> dict[str, Any]:
         "nested": [torch.full((2, 3), i).bfloat16(), {"text": f"photo {i}", "size": (1, i), "nan": float("nan")}],
         "array": np.array(["a", f"b{i}"]),
         "empty": torch.zeros(0, 3),
+        "recent": deque([1], 3),
+        "counts": defaultdict(int),
         "weird": torch.tensor([1.0, float("nan"), float("inf"), -0.0]),
     }
 
@@ -62,6 +65,8 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
     "texts": (lambda it: it["array"].__setitem__(0, "c"), "array", "has other elements"),
     "value": (lambda it: it["nested"][1].update(text="x"), "nested.1.text", "is 'photo 1', and 'x' in the second"),
     "type": (lambda it: it["nested"][1].update(size=[1, 1]), "nested.1.size", "is a tuple, and a list"),
+    "length": (lambda it: it.update(recent=deque([1], 4)), "recent", "has maxlen=3, and maxlen=4 in the second"),
+    "default": (lambda it: it.update(counts=defaultdict(float)), "counts", "has default_factory=<class 'int'>, and"),
     "value_gone": (lambda it: it["nested"][1].pop("text"), "nested.1.text", "is only in the first cache"),
 }
 
@@ -98,6 +103,15 @@ def test_other_members(tmp_path: Path) -> None:
     }
     assert (found["num_changed"], found["is_equal"]) == (1, False)
     assert json_of("diff", first, first)["is_equal"]
+
+
+def test_samples_without_the_cache_are_counted(tmp_path: Path) -> None:
+    members = list(zip(("k.skel.pyd", "k.safetensors"), tc.encode_sample({"x": torch.ones(2)}), strict=True))
+    for name, others in (("a", [("l.json", b"1"), ("m.json", b"2")]), ("b", [("n.json", b"3")])):
+        (tmp_path / f"{name}.tar").write_bytes(build_with_tarfile([*members, *others]))
+    report = json_of("diff", tmp_path / "a.tar", tmp_path / "b.tar")
+    assert (report["is_equal"], report["num_equal"], report["num_without"]) == (True, 1, 3)
+    assert "not compared: 3 samples" in run("diff", tmp_path / "a.tar", tmp_path / "b.tar").stderr
 
 
 def test_tensors_with_equal_digests_are_not_read(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def test_pictures_of_strangers(tmp_path: Path) -> None:
         ({"jpg": _picture("JPEG", (60, 30), exif=exif)}, ".jpg", (30, 60), 0),
         ({"jpg": _picture("JPEG", (60, 30), comment=b"a secret" * 8000)}, ".jpg", (60, 30), 0),
         ({"png": _picture("PNG", (60, 30), "I;16", 0x8000)}, ".png", (60, 30), 0x80),
+        ({"png": _picture("PNG", (60, 30), "I;16", 0x8000, exif=exif)}, ".png", (30, 60), 0x80),
         # other formats are not decoded, whatever their names
         ({"jpg": _picture("TIFF", (60, 30))}, ".jpg", None, 0),
         ({"png": b'<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>'}, ".png", None, 0),

@@ -56,6 +56,7 @@ def test_plain_values(protocol: int) -> None:
         [range(1, 9, 2), slice(None, 3), ..., datetime.date(2020, 1, 2), datetime.timedelta(days=-1, microseconds=5)],
         [datetime.datetime(2020, 1, 2, 3, tzinfo=UTC), torch.float16, torch.Size([2]), torch.device("cpu")],
         [np.float32(1.5), np.int64(-3), np.bool_(True), np.str_("hi"), np.dtype(">f4"), np.dtype("U5")],
+        [np.str_(), np.bytes_()],
     ]
     shared: list[Any] = ["x" * 300]
     value.append([shared, (shared, (1, 2, 3, 4)), shared])

@@ -457,6 +457,28 @@ def test_batches_by_position_in_several_epochs(plain: Any) -> None:
     assert epochs == [[list(batch["name"]) for batch in expected] for _ in range(3)]
 
 
+def test_batches_by_position_after_another_state(plain: Any) -> None:
+    """A run that goes back to a state, with the same adapter, has the batches after the state again."""
+    loader = tc.Loader(plain, 2, shuffle=True)
+    adapter, batches = SkippableLoader(loader), [(batch["name"], loader.state_dict()) for batch in loader]
+    for number in (3, 3, 2):
+        loader.load_state_dict(batches[number - 1][1])
+        rest = [
+            batch["name"] for batch, _ in zip(accelerate.skip_first_batches(adapter, number), range(2), strict=False)
+        ]
+        assert rest == [names for names, _ in batches[number : number + 2]]
+
+
+def test_batches_by_position_after_other_weights(plain: Any) -> None:
+    def run(adapt: Any) -> list[Any]:
+        loader = tc.Loader(mix={"a": (plain[:5], 1), "b": (plain[5:], 1)}, batch_size=1)
+        return [
+            (batch["name"], batch["name"] == ["n2"] and loader.set_weights({"a": 0, "b": 1})) for batch in adapt(loader)
+        ]
+
+    assert run(lambda loader: accelerate.skip_first_batches(SkippableLoader(loader), 0)) == run(lambda loader: loader)
+
+
 # --- training by iterations ---
 
 

@@ -185,6 +185,8 @@ def test_errors_when_writing_name_sample_and_field(write_shard: Any) -> None:
     for field in ("safetensors", "SAFETENSORS", "skel.pyd", "SKEL.PYD", "x.skel.pyd", "a.TensorCache"):
         with pytest.raises(tc.InvalidKeyError, match=rf"has members \['{field}'\], but these names are reserved"):
             write_shard([{"__key__": "a", "tensorcache": 0, field: b""}])
+    with pytest.raises(tc.InvalidKeyError, match=r"has members \['JPG', 'jpg'\], .* or differ only in case"):
+        write_shard([{"__key__": "a", "tensorcache": 0, "JPG": b"1", "jpg": b"2"}])  # no reader could open the shard
     for field in ("a/b", "", "a b", "é"):
         with pytest.raises(tc.InvalidKeyError, match="is not an extension"):
             write_shard([{"__key__": "a", "tensorcache": 0, field: b""}])

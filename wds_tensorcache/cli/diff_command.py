@@ -23,7 +23,7 @@ def diff_command(first: str, second: str, limit: int, cache_name: str | None, as
     """Compare the samples of FIRST and SECOND by key: tensors bit for bit, small values, and other members.
 
     Tensors of samples with equal digests and skeletons are not read. The exit status is 0 if all samples are equal, and 1 if
-    they differ. Fingerprints and the order of the samples are not compared.
+    they differ. Fingerprints, the order of samples and of keys in dicts, and samples without the cache are not compared.
     """
     output = Output(as_json)
     with (
@@ -32,6 +32,8 @@ def diff_command(first: str, second: str, limit: int, cache_name: str | None, as
         output.progress("comparing") as show,
     ):
         diff = diff_caches(one, two, show)
+    if diff.num_without:
+        output.note(f"not compared: {format_count(diff.num_without, 'sample')} in the shards, without this cache")
     output.result({"is_equal": diff.is_equal, **dataclasses.asdict(diff)})
     names = shown(first), shown(second)
     if names[0] == names[1]:

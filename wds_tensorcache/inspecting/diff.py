@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ class CacheDiff:
         only_first, only_second: Keys of the samples that only the first or only the second cache contains.
         num_equal, num_changed: Numbers of equal and of different samples among the samples in both caches.
         changes: All differences, in the order of the first cache.
+        num_without: Number of samples in both caches' shards that lack the cache, and so are not compared.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -58,6 +60,7 @@ class CacheDiff:
     num_equal: int = 0
     num_changed: int = 0
     changes: list[Change] = field(default_factory=list)
+    num_without: int = 0
 
     @property
     def is_equal(self) -> bool:
@@ -93,6 +96,8 @@ def diff_caches(
     for index, key in enumerate(second.keys()):
         if _find_counterpart(second, first, key, index) is None:
             result.only_second.append(key)
+    shards = [*first._store.shards, *second._store.shards]
+    result.num_without = sum(len(shard.index.keys) - len(shard) for shard in shards)
     return result
 
 
@@ -225,6 +230,8 @@ def _compare_values(first: Any, second: Any, in_both: Collection[str]) -> Iterat
             continue
         elif type(one) is not type(two):
             yield place, f"is a {type(one).__name__}, and a {type(two).__name__} in the second cache"
+        elif (option := _option(one)) != _option(two):
+            yield place, f"has {option}, and {_option(two)} in the second cache"
         elif type(one) in DICTS:
             met.add((id(one), id(two)))
             # 1 equals True, and the tensors of the keys 1 and "1" have the same name
@@ -247,6 +254,13 @@ def _compare_values(first: Any, second: Any, in_both: Collection[str]) -> Iterat
         elif not _is_same(one, two):
             yield place, f"is {value_text(one, 60)}, and {value_text(two, 60)} in the second cache"
         todo += reversed(inner)
+
+
+def _option(container: Any) -> str:
+    """Return what a defaultdict or a deque contains besides its items, as text."""
+    if isinstance(container, defaultdict):
+        return f"default_factory={container.default_factory!r}"
+    return f"maxlen={container.maxlen}" if isinstance(container, deque) else ""
 
 
 def _is_same(one: Any, two: Any) -> bool:

@@ -74,15 +74,20 @@ class _Batches(Dataset[Any]):
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
-        self._running: Iterator[Any] | None = None
+        self._running: Iterator[Any] = iter(())
+        self._num_moves = -1  # of the sampler, at the last batch
 
     def __getitem__(self, at: Position | None) -> Any:
         sampler = self._loader.sampler
         if at is None:
             raise ValueError("the loaded state has used more batches of the epoch than the trainer skips")
-        if self._running is None or at.step == at.began or sampler._position != at:
+        # not the whole positions, because `set_weights` changes which cache the scheduled steps of a mix use
+        is_next = self._num_moves == sampler._num_moves and sampler._position.step == at.step
+        if not is_next or at.step == at.began:
             sampler._move(at, is_resumed=True)
             self._running = iter(self._loader)
-        return next(self._running)
+        batch = next(self._running)
+        self._num_moves = sampler._num_moves
+        return batch
 
     __getitems__ = __getitem__  # torch calls this for each item of a batch sampler

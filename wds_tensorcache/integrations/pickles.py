@@ -331,8 +331,10 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return flat.reshape(shape).transpose(axes) if order == "K" else flat.reshape(shape, order=order)
 
     def build_scalar(self, dtype: Any, raw: Any) -> Any:
+        if raw == b"" and isinstance(dtype, np.dtype) and not dtype.itemsize:
+            return dtype.type()  # an empty text
         self._check_array(raw, dtype, ())
-        return np.frombuffer(raw, dtype, 1)[0] if len(raw) else dtype.type()
+        return np.frombuffer(raw, dtype, 1)[0]
 
     def _check_array(self, raw: Any, dtype: Any, shape: Any) -> None:
         """Charge the bytes of an array to the limit; raise FormatError unless `raw` fits this dtype and shape."""

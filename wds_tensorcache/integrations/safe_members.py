@@ -141,6 +141,7 @@ def shrink_picture(content: bytes, max_side: int, max_nbytes: int) -> tuple[byte
                 raise ValueError(f"the picture has {picture.width} x {picture.height} pixels")
             is_deep = picture.mode.startswith("I")  # 16 bits, which Pillow would clip
             plain = PIL.Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)) if is_deep else picture
+            plain.info = picture.info  # with the orientation
             small = PIL.ImageOps.exif_transpose(plain.convert("RGB"))
         while True:
             small.thumbnail((max_side, max_side))

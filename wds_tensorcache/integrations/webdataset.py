@@ -79,10 +79,11 @@ def _encode(base: Encoder, allow: tuple[type, ...], sample: dict[str, Any]) -> d
         except TensorCacheError as exc:
             raise exc.at(f"sample {key!r}, field {field!r}") from exc
     check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
-    clash = [field for field in rest if is_reserved(field) or field.lower() in ours]
+    lowered = [*map(str.lower, rest), *ours]  # as webdataset reads the names
+    clash = [field for field in rest if is_reserved(field) or lowered.count(field.lower()) > 1]
     if clash:
         raise InvalidKeyError(
-            f"sample {key!r} has members {clash}, but these names are reserved for caches; rename the members"
+            f"sample {key!r} has members {clash}, but these names are reserved for caches, or differ only in case; rename them"
         )
     check_suffixes(str(key), ours)
     return {**base(rest), **ours}
