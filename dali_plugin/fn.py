@@ -138,8 +138,8 @@ def native_reader(
         rank, world_size: Rank of this process, and number of ranks. Each rank reads one part of the samples, a different
             part in each epoch unless `stick_to_shard=True`. All ranks have the same number of batches.
         last_batch: As for `TensorCacheSource`, except `"wrap"`; padding repeats the last sample.
-        options: More options of `fn.readers.webdataset`: `initial_fill`, `shuffle_after_epoch` (instead of `shuffle`),
-            `prefetch_queue_depth`, `dont_use_mmap` …
+        options: More options of `fn.readers.webdataset`: `initial_fill`, `shuffle_after_epoch` (instead of `shuffle`; it
+            shuffles the shards, and keeps the order of the samples in each), `prefetch_queue_depth`, `dont_use_mmap` …
 
     Returns:
         Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. If `device` is `"gpu"` and
