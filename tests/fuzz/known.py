@@ -141,6 +141,9 @@ class Damage:
             begin < last and end > first for begin, end in extents for first, last in self.ranges
         )
 
+    def count(self, first: int, last: int) -> int:
+        return sum(begin < last and end > first for begin, end in self.ranges)
+
 
 def judge(data: bytes, folder: Path) -> None:
     """Assert the promises that hold for any damage.
@@ -188,12 +191,16 @@ def judge(data: bytes, folder: Path) -> None:
         is_searched = is_searched and known.is_exposed(damage, has_end=not options & 4)
     inner = known.inner if is_searched else set()
     allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
-    # two changes may hide the digests of both halves, which other tools leave out (FORMAT.md 3.3): the report counts the sample
+    # two changes may hide the digests of both halves, or those of a skeleton, which other tools leave out (FORMAT.md 2.1, 3.3):
+    # the report counts the sample
     unverified = [
         key
         for key, halves in known.contents.items()
         if report.num_unverified
-        and all(damage.hits([(begin, begin + _DIGESTS_END)], len(content)) for begin, _ in halves)
+        and (
+            all(damage.hits([(begin, begin + _DIGESTS_END)], len(content)) for begin, _ in halves)
+            or damage.count(halves[0][0], halves[0][0] + _DIGESTS_END) > 1
+        )
     ]
     for key in keys:
         found = tuple(saved.get(f"{key}.{suffix}") for suffix in _HALVES)
@@ -214,7 +221,9 @@ def judge(data: bytes, folder: Path) -> None:
             is_whole = is_whole and not (known.inner and damage.ranges)
         assert key in keys or not is_whole, f"sample {key} is whole, and was not saved: {report}"
         is_hit = damage.is_apart and damage.hits(known.contents[key], len(content))  # a bit may be inverted twice
-        if (is_hit and (is_indexed or key not in unverified)) or key not in keys:  # an index has the digests, too
+        # an index has the digests of the tensors, too
+        has_digest = is_indexed and damage.hits(known.contents[key][1:], len(content))
+        if (is_hit and (has_digest or key not in unverified)) or key not in keys:
             assert not report.ok, f"sample {key} is damaged, and nothing is wrong"
     if not damage.ranges and not damage.is_cut:
         assert report.num_samples >= len(known.samples)

@@ -138,7 +138,7 @@ class StepSampler(DistributedSampler[Step]):
             "streams": [str(stream.name) for stream in streams],
         }
         if names is not None and sample_weights:
-            settings["weighted"] = sorted(names[source] for source in sample_weights)
+            settings["weighted"] = sorted((names[source] for source in sample_weights), key=str)
         if repeats is not None or (mix is not None and cache_weights is None):
             settings["repeats"] = counts
         self._plan = Plan(
