@@ -97,8 +97,8 @@ def test_numbered_files_of_one_text(tmp_path: Path) -> None:
     texts = {HASH: text_of(2), f"{HASH}_1": text_of(3)}
     for end, text in texts.items():
         save(text, tmp_path / "in" / "_t_e_cache" / f"a_{end}.safetensors", None)
-    found, _ = imported(tmp_path / "in", tmp_path / "out")
-    assert_samples({"a": {"other_texts": texts}}, found)
+    samples, _ = imported(tmp_path / "in", tmp_path / "out")
+    assert_samples({"a": {"other_texts": texts}}, samples)
 
 
 def test_files_of_other_settings_stay_apart(tmp_path: Path) -> None:

@@ -144,8 +144,8 @@ def test_dtypes_that_numpy_lacks(tmp_path: Path) -> None:
 
 def test_values_that_json_cannot_hold(tmp_path: Path) -> None:
     values = {"set": {1, 2}, "float": float("nan"), "bytes": b"ab", "list": [{3}]}
-    others = {"a.b": "\udcff", "name": "é字", "label": np.int64(3), "sizes": [np.float32(0.5), np.bool_(True)]}
-    write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | others}})
+    writable = {"a.b": "\udcff", "name": "é字", "label": np.int64(3), "sizes": [np.float32(0.5), np.bool_(True)]}
+    write(tmp_path / "cache", {"k": {"x": torch.ones(2), "y": values | writable}})
     said = run("export", tmp_path / "cache", tmp_path / "out", "--as", "npz").stderr
     assert all(
         f"y.{name} is a {name}, which JSON cannot hold: the files have a short text of it" in said for name in values
