@@ -61,6 +61,15 @@ def test_moments_and_labels(tmp_path: Path, prefix: str) -> None:
         assert_same({"moments": each, "label": torch.tensor(label)}, found[prefix + name_of(number)])
 
 
+def test_labels_that_change(tmp_path: Path) -> None:
+    moments = moments_of(2)
+    write(tmp_path / "in", files_of(moments, None))
+    tc.import_cache(tmp_path / "in", tmp_path / "out")
+    write(tmp_path / "in", {"dataset.json": files_of(moments, [3, 4])["dataset.json"]})
+    report = tc.import_cache(tmp_path / "in", tmp_path / "out", resume=True)
+    assert (report.num_present, report.changed) == (2, [name_of(0), name_of(1)])
+
+
 def test_other_labels(tmp_path: Path) -> None:
     moments = moments_of(2)
     write_zip(tmp_path / "in" / "none.zip", files_of(moments, None))

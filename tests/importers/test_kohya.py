@@ -341,6 +341,15 @@ def test_safetensors_of_several_resolutions_dtypes_and_captions(tmp_path: Path) 
     assert "note" not in str(report.fingerprint)
 
 
+def test_safetensors_with_a_new_caption_that_changes_the_structure(tmp_path: Path) -> None:
+    """A resumed import would store `text` in some samples, and `texts` in others."""
+    save_new_text(tmp_path / "in" / "a_sdxl_225_te.safetensors", "only")
+    tc.import_cache(tmp_path / "in", tmp_path / "out")
+    save_new_text(tmp_path / "in" / "b_sdxl_225_te.safetensors", "first", "second")
+    with pytest.raises(tc.StaleCacheError, match="structure"):
+        tc.import_cache(tmp_path / "in", tmp_path / "out", resume=True)
+
+
 def test_safetensors_of_several_lengths(tmp_path: Path) -> None:
     save_new_text(tmp_path / "in" / "a_flux_256_te.safetensors", "hello")
     save_new_text(tmp_path / "in" / "a_flux_512_m_te.safetensors", "hello", dtype=torch.float32)

@@ -99,7 +99,8 @@ def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read:
             if labels is not None and label is None:
                 bad[prefix + root + file] = f"has no label in {listed}"
                 continue
-            used = (archive,) if archive else (root + file, *filter(None, [picture]))
+            more_files = [picture, None if label is None else listed]
+            used = (archive,) if archive else (root + file, *filter(None, more_files))
             load = partial(_load, read, root + file, label, picture)
             samples.append(SourceSample(prefix + (root + file)[:-4], used, load))
         if labels:

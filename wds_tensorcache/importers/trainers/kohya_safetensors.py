@@ -60,6 +60,8 @@ def _open(folder: SourceFolder) -> Source:
     has_many = any(_split_prompt(key)[0] for text in files.texts for key in text.tensors)
     labels = {text.label for text in files.texts}
     files.provenance["tokens"] = sorted(labels)
+    # Hazard: after a second caption changes the structure, a resumed import would mix samples of both.
+    files.provenance |= {"structure": "lists of texts"} if has_many else {}
 
     def add(sample: dict[str, Any], content: Content) -> str:
         if content.resolution is not None:
