@@ -60,6 +60,15 @@ def test_every_bit_is_kept(tmp_path: Path) -> None:
     assert report.fingerprint["narrow"] is True
 
 
+def test_dtypes_that_a_batch_cannot_stack(tmp_path: Path) -> None:
+    """The mask of an opaque image can be narrowed, other masks cannot."""
+    for name, mask in {"opaque": torch.ones(4), "soft": torch.arange(4) / 7}.items():
+        save({"latents": torch.ones(3), "mask": mask}, tmp_path / "in" / f"{name}.safetensors")
+    assert imported(tmp_path / "in", tmp_path / "wide")[1].notes == []
+    (note,) = imported(tmp_path / "in", tmp_path / "out", narrow=True)[1].notes
+    assert "in 1 tensor, for example bfloat16 and float32 in 'mask'; import without --narrow" in note
+
+
 def test_views(tmp_path: Path) -> None:
     """A tensor of one element is contiguous with any stride."""
     tensors = {"rows": torch.ones(2, 3, 4)[:, ::2], "expanded": torch.ones(1).expand(5)}

@@ -76,11 +76,13 @@ class Written:
         counts: Numbers by attribute of `ImportReport`, and the numbers of "probed" and "narrowable" bytes.
         skipped: Samples that were left out.
         forms: Number of samples with each set of entries and members, and the name of the first such sample.
+        dtypes: Dtypes of each tensor, as safetensors names them.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
     forms: dict[frozenset[str], tuple[int, str]] = field(default_factory=dict)
+    dtypes: dict[str, set[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -187,6 +189,9 @@ class Conversion:
             raise OSError(errno.ENOMEM, f"{sample.name}: not enough memory") from exc
         writer._place(packed)
         nbytes = sum(cache.layout.nbytes - cache.layout.data_begin for cache in packed.caches)
+        for cache in packed.caches:
+            for name, tensor in cache.layout.named.items():
+                written.dtypes.setdefault(name, set()).add(tensor.dtype)
         written.counts.update(saved, num_written=1, num_hashed=isinstance(key, NamedKey), nbytes=nbytes)
         if index in self._probed:
             written.counts["probed"] += nbytes

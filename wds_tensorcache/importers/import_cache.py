@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from wds_tensorcache.arguments import as_int
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.codec.dtypes import STORED
+from wds_tensorcache.errors import FormatError, format_count
 from wds_tensorcache.importers.conversion import Conversion, Written, plan_shards
 from wds_tensorcache.importers.formats import choose_format
 from wds_tensorcache.importers.report import ImportReport, Skipped
@@ -135,6 +136,7 @@ def import_cache(
         may_fork = not is_url(pattern.folder)  # the client of a store has threads
         parts = conversion.write_all(shards, num_workers, may_fork, progress, report.num_present)
     _complete(report, parts)
+    report.notes += _note_dtypes(parts, narrow)
     return report
 
 
@@ -195,6 +197,23 @@ def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
         if having[name] < report.num_written:
             first = next(first for entries, _, first in forms if name not in entries)
             report.lacking[name] = report.num_written - having[name], first
+
+
+def _note_dtypes(parts: Sequence[Written], is_narrow: bool) -> list[str]:
+    """Return a list with a note if a tensor has several dtypes, else an empty list."""
+    dtypes: dict[str, set[str]] = {}
+    for part in parts:
+        for name, of_shard in part.dtypes.items():
+            dtypes.setdefault(name, set()).update(of_shard)
+    mixed = [name for name in dtypes if len(dtypes[name]) > 1]
+    if not mixed:
+        return []
+    listed = " and ".join(sorted(STORED[dtype][1] for dtype in dtypes[mixed[0]]))
+    remedy = "import without --narrow (narrow=False), or " if is_narrow else ""
+    return [
+        f"different dtypes, which no batch stacks, in {format_count(len(mixed), 'tensor')}, for example {listed} in "
+        f"{mixed[0]!r:.100}; {remedy}convert the dtypes with collate="
+    ]
 
 
 def _entries_of(form: Iterable[str]) -> set[str]:
