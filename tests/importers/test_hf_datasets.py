@@ -192,7 +192,7 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     reasons = {each.name: each.what for each in report.skipped}
     assert reasons.keys() == {f"{name}/state.json" for name in ("a", "b", "c", "d::good")}
     assert "which is missing" in reasons["a/state.json"]
-    assert "cannot be opened" in reasons["b/state.json"]
+    assert "nested too deeply" in reasons["b/state.json"]
     assert "a path with '::'" in reasons["d::good/state.json"]
 
 

@@ -92,8 +92,8 @@ def write_columns(folder: Path, columns: dict[str, str], samples: list[list[byte
         ({"x": "str"}, {"format": "jsonl"}, "expected mds"),
         ({"x": "str"}, {"version": 1}, "version 2"),
         ({"x": "str"}, {"raw_data": {"basename": "../shard.00000.mds"}}, "is missing"),
-        ({"x": "str"}, {"column_sizes": ["1"]}, "cannot be opened"),
-        ({"x": "str"}, {"samples": "1"}, "cannot be opened"),
+        ({"x": "str"}, {"column_sizes": ["1"]}, "cannot be decoded"),
+        ({"x": "str"}, {"samples": "1"}, "cannot be decoded"),
     ],
 )
 def test_indexes_that_are_refused(

@@ -19,7 +19,6 @@ from wds_tensorcache.storage.threads import computed_once
 
 POOL = Pool(1 << 28)  # new memory for each file would take longer than reading it
 RECYCLED = 1 << 16  # smaller contents and arrays get ordinary memory
-_MAX_JSON_NBYTES = 1 << 30
 _LINK_OUT, _BROKEN_LINK = "is a link out of the folder", "is a link to no file"
 _REMEDIES = {
     _LINK_OUT: (
@@ -147,24 +146,21 @@ class SourceFolder:
         with naming(name), io.FileIO(self.locate(name)) as file:
             yield file
 
-    def read(self, name: str, max_nbytes: int | None = None) -> bytes:
-        """Return the content of a listed file; raise FormatError if it has more than `max_nbytes` bytes."""
+    def read(self, name: str) -> bytes:
+        """Return the content of a listed file."""
         with self.open(name) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if max_nbytes is not None and nbytes > max_nbytes:
-                raise FormatError(f"the file has {nbytes:,} bytes, expected at most {max_nbytes:,}")
             return file.readall()
 
-    def read_text(self, name: str, max_nbytes: int = 1 << 20) -> str:
-        """Return the stripped text of a file without its byte order mark; raise FormatError if it is too long or not UTF-8."""
+    def read_text(self, name: str) -> str:
+        """Return the stripped text of a file without its byte order mark; raise FormatError if it is not UTF-8."""
         try:
-            return self.read(name, max_nbytes).decode("utf-8-sig").strip()
+            return self.read(name).decode("utf-8-sig").strip()
         except UnicodeDecodeError as exc:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
 
     def read_json(self, name: str, names_nan: bool = False) -> Any:
         """Return the JSON in a listed file, or raise ValueError; with `names_nan`, NaN and infinities become texts."""
-        return json.loads(self.read_text(name, _MAX_JSON_NBYTES), parse_constant=str if names_nan else None)
+        return json.loads(self.read_text(name), parse_constant=str if names_nan else None)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes `[begin, end)` of a listed file; raise FormatError if the file is shorter."""

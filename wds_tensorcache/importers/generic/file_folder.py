@@ -48,7 +48,6 @@ _LOADERS: dict[str, Any] = {
     ".pth": load_torch,
     ".safetensors": load_safetensors,
 }
-_MAX_TEXT = 1 << 26  # bytes of a file of text
 _TEXTS = (".caption", ".json", ".txt")
 _DRAFT = ".skeleton.pkl"  # of a draft of ComfyUI, with the structure of many samples
 
@@ -117,7 +116,7 @@ def _load(folder: SourceFolder, names: list[str], texts: list[str], has_several:
     if len(set(suffixes)) < len(suffixes):
         raise FormatError(f"the suffixes of {', '.join(names + texts)} differ only in case")
     contents = {suffix[1:]: _LOADERS[suffix](folder, name) for suffix, name in zip(suffixes, names, strict=False)}
-    members = {os.path.splitext(name)[1][1:].lower(): folder.read(name, _MAX_TEXT) for name in texts}
+    members = {os.path.splitext(name)[1][1:].lower(): folder.read(name) for name in texts}
     if ".safetensors" in suffixes:
         contents["safetensors"], metadata = contents["safetensors"]
         members |= {METADATA: dump_metadata(metadata)} if metadata else {}

@@ -14,8 +14,8 @@ import numpy as np
 
 from wds_tensorcache.errors import FormatError
 from wds_tensorcache.importers.safe_files import as_tensor
-from wds_tensorcache.importers.source import Loaded, SourceSample
-from wds_tensorcache.importers.source_folder import SourceFolder, is_fault, naming
+from wds_tensorcache.importers.source import Faults, Loaded, SourceSample
+from wds_tensorcache.importers.source_folder import SourceFolder, naming
 
 Row = tuple[str, Callable[[], Any]]  # the file of a sample, and the function that reads it
 
@@ -57,18 +57,12 @@ def open_indexes(
     `open_index` are the path of an index, and the path of the index's folder, which is empty or ends with a slash.
     """
     samples: list[SourceSample] = []
-    bad: dict[str, str] = {}
+    bad = Faults()
     for index in indexes:
         start = index[: index.rfind("/") + 1]
-        try:
-            rows = list(open_index(index, start))
-        except Exception as exc:  # hostile files may have any values
-            if not is_fault(exc):
-                raise
-            bad[index] = str(exc) if isinstance(exc, FormatError) else f"cannot be opened: {exc!r:.300}"
-            continue
-        for at, (file, read) in enumerate(rows):
-            samples.append(SourceSample(f"{start}{at:08d}", (file, index), partial(_load, file, read)))
+        with bad.of(index):
+            for at, (file, read) in enumerate(list(open_index(index, start))):
+                samples.append(SourceSample(f"{start}{at:08d}", (file, index), partial(_load, file, read)))
     return samples, bad
 
 

@@ -222,8 +222,8 @@ def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) 
     # newer versions hash the path alone only for an empty caption, which is "" in a .txt file
     caption_of_path: str | None = "" if strategy in (None, "textfile") else None
     if caption_file is not None:
-        with suppress(FormatError, ValueError):  # too long, or not UTF-8, which SimpleTuner cannot read either
-            text = folder.read(caption_file, 1 << 20).decode()
+        with suppress(FormatError, ValueError):  # not UTF-8, which SimpleTuner cannot read either
+            text = folder.read(caption_file).decode()
             captions += [text, *filter(None, text.split("\n"))]
             caption_of_path = None if text.strip() else caption_of_path
     prompt = image.backend.config.get("instance_prompt")
