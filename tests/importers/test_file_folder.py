@@ -228,6 +228,19 @@ def test_an_extracted_shard(folder: Path, tmp_path: Path) -> None:
     assert "2 samples equal, 0 changed" in said
 
 
+def test_an_extracted_shard_in_a_folder_with_any_name(folder: Path, tmp_path: Path) -> None:
+    skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
+    for place in ("Früh am Tag", "long" * 20, "plain.v2"):
+        (folder / place).mkdir()
+        (folder / place / "a.skel.pyd").write_bytes(skeleton)
+        (folder / place / "a.safetensors").write_bytes(tensors)
+    assert tc.import_cache(folder, tmp_path / "out").num_written == 3
+    with tc.open(tmp_path / "out") as cache:
+        assert set(cache.keys()) == {"plain.v2/a", tc.safe_key("Früh am Tag/a"), tc.safe_key("long" * 20 + "/a")}
+        assert cache.original_name(tc.safe_key("long" * 20 + "/a")) == "long" * 20 + "/a"
+        assert_same({"x": torch.ones(3)}, tc.realize(cache["plain.v2/a"]))
+
+
 def test_extracted_shards_that_are_refused(folder: Path, tmp_path: Path) -> None:
     skeleton, tensors = tc.encode_sample({"x": torch.ones(3)})
     contents = {

@@ -15,17 +15,19 @@ without tensors. Paths that differ only in case are different samples. The metad
 An `.npy` file is one sample, even if its first dimension counts samples.
 
 The files of an extracted shard, `KEY.skel.pyd`, `KEY.safetensors` and `KEY.EXTENSION`, become the original sample, bit for bit
-and with the same key. If their cache has a name, pack the files with tar instead: the tar is a shard.
+and with the same key. If they are in a subfolder whose name cannot be part of a key, `tc.safe_key` makes the key from their
+path. If their cache has a name, pack the files with tar instead: the tar is a shard.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from wds_tensorcache.codec.sample import decode_members
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, InvalidKeyError
 from wds_tensorcache.importers.safe_files import (
     load_npy,
     load_npz,
@@ -36,7 +38,7 @@ from wds_tensorcache.importers.safe_files import (
 from wds_tensorcache.importers.source import Format, Loaded, Source, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
 from wds_tensorcache.integrations.exporting import METADATA, dump_metadata
-from wds_tensorcache.shards.names import SKELETON, TENSORS, half_of, split_member
+from wds_tensorcache.shards.names import SKELETON, TENSORS, check_key, check_suffixes, half_of, split_member
 
 _LOADERS: dict[str, Any] = {
     ".ckpt": load_torch,
@@ -80,7 +82,7 @@ def _open(folder: SourceFolder) -> Source:
         samples.append(SourceSample(stem, (*names, *texts.get(stem, ())), load))
     for key, files in extracted.items():
         load = partial(_load_extracted, folder, files)
-        samples.append(SourceSample(key, tuple(files.values()), load, key))
+        samples.append(SourceSample(key, tuple(files.values()), load, key if _is_legal(key, files) else None))
     # Hazard: after a new file changes the structure, a resumed import would mix samples of both.
     structure = {"structure": "dicts by suffix"} if has_several else {}
     return Source(sorted(samples, key=lambda sample: sample.name), structure, bad)
@@ -95,6 +97,16 @@ def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
         if key in extracted:
             extracted[key][suffix] = name
     return extracted
+
+
+def _is_legal(key: str, suffixes: Iterable[str]) -> bool:
+    """Return whether members may have this key; the folder of an extracted shard may have any name."""
+    try:
+        check_key(key)
+        check_suffixes(key, suffixes)
+    except InvalidKeyError:
+        return False
+    return True
 
 
 def _load_extracted(folder: SourceFolder, files: dict[str, str]) -> Loaded:
