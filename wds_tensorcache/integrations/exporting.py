@@ -121,18 +121,12 @@ def export_cache(
     return export.report
 
 
-def _parts_of(cache: Cache) -> list[Cache]:
-    """Return the caches in a join, or the cache itself."""
-    return (
-        [part for joined in cache._caches for part in _parts_of(joined)] if isinstance(cache, JoinedCache) else [cache]
-    )
-
-
-def _shards_of(cache: Cache) -> list[Any]:
-    """Return the identities of a cache's shards; for a join, the names and shards of the joined caches."""
+def _shards_of(cache: Cache) -> list[Any] | None:
+    """Return the identities of a cache's shards; for a join, the names and shards of its caches; None without shards."""
     if isinstance(cache, JoinedCache):
-        return [cache._names, *map(_shards_of, cache._caches)]
-    return [shard.file.identity for shard in cache._store.shards] if isinstance(cache, TensorCache) else []
+        shards = [_shards_of(part) for part in cache._caches]
+        return None if None in shards else [cache._names, *shards]
+    return [shard.file.identity for shard in cache._store.shards] if isinstance(cache, TensorCache) else None
 
 
 def _identify(cache: Cache, kind: str) -> str | None:
@@ -140,7 +134,8 @@ def _identify(cache: Cache, kind: str) -> str | None:
 
     Return None if a part of the cache has no shards: a SharedDataset may load other samples in the next call.
     """
-    if not all(isinstance(part, TensorCache) for part in _parts_of(cache)):
+    shards = _shards_of(cache)
+    if shards is None:
         return None
     # Hazard: after a power cut, finished files may be empty; after a new boot, an export begins again
     digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
@@ -151,7 +146,7 @@ def _identify(cache: Cache, kind: str) -> str | None:
             sample += shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)
         digest.update(repr(sample).encode("utf-8", "surrogatepass"))
     # members outside the cache have no digest
-    digest.update(repr(_shards_of(cache)).encode("utf-8", "surrogatepass"))
+    digest.update(repr(shards).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()[:32]
 
 
@@ -263,8 +258,11 @@ class _Export:
         except (KeyError, TypeError, ValueError, RuntimeError) as exc:
             problem = f"sample {self._keys[i]!r:.100}: a {self._kind} file cannot hold it: {exc!r:.300}; use pt"
             raise EncodeError(problem) from exc
-        texts = {self._values: _encode_json(values)} if values else {}
-        return {**members, **texts, self._kind: content}
+        if values:
+            # lone surrogates, as in names of files that are not UTF-8, become escapes of JSON
+            text = json.dumps(values, ensure_ascii=False, indent=1).encode("utf-8", "backslashreplace")
+            members[self._values] = text
+        return {**members, self._kind: content}
 
     def _separate(self, sample: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the tensors in the form for the file, and the other values in the form for JSON, both by name."""
@@ -357,13 +355,6 @@ def _write_npz(arrays: dict[str, Any]) -> bytes:
             np.lib.format.write_array(content, array, allow_pickle=False)
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue())
     return stream.getvalue()
-
-
-def _encode_json(values: dict[str, Any]) -> bytes:
-    try:
-        return json.dumps(values, ensure_ascii=False, indent=1).encode("utf-8")
-    except UnicodeEncodeError:  # lone surrogates, as in names of files that are not UTF-8
-        return json.dumps(values, indent=1).encode("ascii")
 
 
 def _is_safe(name: str) -> bool:
