@@ -154,8 +154,18 @@ def test_each_resolution_is_a_sample(tmp_path: Path) -> None:
             ["a", "a_0512x0512", "a_1024x0768_8x8", "a_1024x0768_9x9"],
             "1 of 3 files",
         ),
+        (
+            ["a_0512x0512_flux", "a_0640x0512_flux"],
+            ["a_0512x0512", "a_0640x0512"],
+            "1 image with several files of latents",
+        ),
     ],
-    ids=["old and new keys in one file", "an image named like a resolution", "an image that was resized"],
+    ids=[
+        "old and new keys in one file",
+        "an image named like a resolution",
+        "an image that was resized",
+        "a stale file",
+    ],
 )
 def test_names_of_samples(tmp_path: Path, files: list[str], names: list[str], note: str) -> None:
     """The old name of a file and the new one, several resolutions in a file: each is a sample with the text of the image."""

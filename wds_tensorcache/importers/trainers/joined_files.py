@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wds_tensorcache.errors import FormatError
+from wds_tensorcache.errors import FormatError, format_count
 from wds_tensorcache.importers.safe_files import load_safetensors, read_safetensors_header
 from wds_tensorcache.importers.source import Faults, Loaded, Source, SourceSample, one_or_all
 from wds_tensorcache.importers.source_folder import SourceFolder, naming
@@ -112,7 +112,7 @@ def join_files(
         paths = (*(file.name for file in files), *sidecars)
         samples.append(SourceSample(name, paths, partial(load, Joined(image, resolution, text, sidecars))))
     samples.sort(key=lambda sample: sample.name)
-    return Source(samples, provenance, bad, notes=_note_resolutions(latents))
+    return Source(samples, provenance, bad, notes=[*_note_resolutions(latents), *_note_files(images.values())])
 
 
 def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
@@ -126,6 +126,19 @@ def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
     return [
         f"{len(several):,} of {len(latents):,} files of latents have several resolutions, for example {several[0].name}: "
         f"{shown}; the files do not tell which one is in use, so each is a sample, and cache.filter chooses"
+    ]
+
+
+def _note_files(images: Iterable[list[ImageFile]]) -> list[str]:
+    """Return a list with a note if some images have several files of latents besides flips, else an empty list."""
+    unflipped = [[file for file in files if not file.audio and not file.label.startswith("flip_")] for files in images]
+    several = [files for files in unflipped if len(files) > 1]
+    if not several:
+        return []
+    first, second, *_ = several[0]
+    return [
+        f"{format_count(len(several), 'image')} with several files of latents, for example {first.name} and {second.name}; the "
+        "names do not tell which one is in use, so each is a sample"
     ]
 
 
