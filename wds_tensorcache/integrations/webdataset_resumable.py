@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import operator
 import os
 import warnings
 from bisect import bisect_right
@@ -22,7 +21,7 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
-from wds_tensorcache.arguments import user_level
+from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
@@ -132,7 +131,7 @@ class ResumablePipeline(IterableDataset[Any]):
                     f"stage {stage!r:.200}: this class itself divides the shards among ranks and reads them; remove the stage"
                 )
         self._stages = stages
-        self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=operator.index(seed))
+        self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=seed)
         # a trainer may initialize torch.distributed later
         self._is_rank_open = rank is None and group is None and not is_distributed()
         self._rank, self._world_size = find_rank(rank, world_size, group, is_final=not self._is_rank_open)
@@ -140,7 +139,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
         self._digest = _digest_of(self._urls, self._loads, self._listed)
-        self._batch_size = None if batch_size is None else operator.index(batch_size)
+        self._batch_size = None if batch_size is None else as_int("batch_size", batch_size)
         if self._batch_size is not None and self._batch_size < 1:
             raise ValueError(f"batch_size={batch_size}, expected 1 or more, or None for single items")
         self._collate = collate
@@ -186,9 +185,9 @@ class ResumablePipeline(IterableDataset[Any]):
                 f"steps={steps!r} counts batches: also pass batch_size=, and batch_size=None to the DataLoader"
             )
         if not isinstance(steps, str):
-            if operator.index(steps) < 1:
+            if as_int("steps", steps) < 1:
                 raise ValueError(f"steps={steps}, expected 1 or more, 'shortest' or 'longest'")
-            return operator.index(steps)
+            return as_int("steps", steps)
         if steps not in ("shortest", "longest"):
             raise ValueError(f"steps={steps!r:.100}, expected a number, 'shortest' or 'longest'")
         counts = [count for count in self._num_samples if count is not None]
@@ -387,7 +386,7 @@ class ResumablePipeline(IterableDataset[Any]):
         Raises:
             ValueError: `epoch` is negative or too large.
         """
-        epoch = operator.index(epoch)
+        epoch = as_int("epoch", epoch)
         if not 0 <= epoch < _MAX_EPOCH:
             raise ValueError(f"epoch={epoch}, expected 0 or more, and less than {_MAX_EPOCH}")
         self._enter()
