@@ -27,7 +27,7 @@ from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
-from wds_tensorcache.shards.manifest import FoundShard, check_listed, stored_digest
+from wds_tensorcache.shards.manifest import ShardEntry, check_listed, stored_digest
 from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.remote.retry import ObjectInfo
 from wds_tensorcache.storage.urls import reveal
@@ -123,6 +123,7 @@ class ResumablePipeline(IterableDataset[Any]):
     ) -> None:
         shards = find_urls(urls)
         self._urls, self._listed = [url for url, _ in shards], [listed for _, listed in shards]
+        entries = [None if listed is None else listed.entry for listed in self._listed]
         if not self._urls:
             raise ValueError("no shards")
         for stage in stages:
@@ -138,14 +139,12 @@ class ResumablePipeline(IterableDataset[Any]):
         self._handler = handler
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
-        self._digest = _digest_of(self._urls, self._loads, self._listed)
+        self._digest = _digest_of(self._urls, self._loads, entries)
         self._batch_size = None if batch_size is None else as_int("batch_size", batch_size)
         if self._batch_size is not None and self._batch_size < 1:
             raise ValueError(f"batch_size={batch_size}, expected 1 or more, or None for single items")
         self._collate = collate
-        self._num_samples = [
-            None if shard is None or shard.entry is None else shard.entry.num_samples for shard in self._listed
-        ]
+        self._num_samples = [None if entry is None else entry.num_samples for entry in entries]
         self._wanted_steps = steps
         self._check_ranks()
         self._epochs = _SharedEpochs()
@@ -702,13 +701,12 @@ def _divide(shards: list[int], loads: list[int], num_parts: int) -> list[list[in
     return parts
 
 
-def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:
+def _digest_of(urls: list[str], loads: list[int], entries: list[ShardEntry | None]) -> str:
     """Return a digest of the names of all shards, their loads, and their entries in a manifest."""
     # without queries, which change, unless some urls differ only in their queries
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
         names = [reveal(url) for url in urls]
-    entries = [None if shard is None else shard.entry for shard in listed]
     # lengths of local shards are among the loads, by which shards are divided
     counts = [
         None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)
