@@ -176,3 +176,10 @@ def test_an_order_refuses_wrong_positions() -> None:
         with pytest.raises(IndexError, match=r"out of range \[0, 3\)"):
             tc.EpochOrder(3)(0, positions)
     assert tc.EpochOrder(0)(0, []).tolist() == []
+
+
+def test_an_order_takes_integers_of_numpy() -> None:
+    order = tc.EpochOrder(np.int64(6), seed=np.int64(3))
+    assert order(np.int64(1), range(6)).tolist() == tc.EpochOrder(6, seed=3)(1, range(6)).tolist()
+    with pytest.raises(TypeError, match=r"count=1\.5, expected an integer"):
+        tc.EpochOrder(1.5)  # type: ignore[arg-type]

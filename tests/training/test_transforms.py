@@ -221,6 +221,9 @@ def test_wrong_replacements(tmp_path: Path) -> None:
     for texts in (np.zeros((2, 3)), [np.zeros(3)] * 2):
         with pytest.raises(TypeError, match="drop_text replaces tensors and lists, but 'x'"):
             tc.drop_text(1, {"x": 0})({"x": texts}, info_of([0, 1]))
+    for value in ([0, 0], "", None):
+        with pytest.raises(TypeError, match="a tensor 'x', but its replacement is a (list|str|NoneType)"):
+            tc.drop_text(1, {"x": value})({"x": torch.ones(2, 3)}, info_of([0, 1]))
     batch = {"text": torch.ones(1, 2), "mean": torch.ones(1, 2), "std": torch.ones(1, 2)}
     for transform in (tc.drop_text(0.5, {"text": 0}, mark="mean"), tc.sample_moments("mean", "std", to="text")):
         with pytest.raises(ValueError, match="the batch has '(mean|text)' already; choose a new name"):

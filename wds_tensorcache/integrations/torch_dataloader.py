@@ -143,13 +143,7 @@ def torch_loader(
     sampler = StepSampler(cache, batch_size, **steps)
     sampler._set_early_exit(on_early_exit)
     return TorchLoader(
-        StepDataset(
-            sampler,
-            collate=collate,
-            pad_value=pad_value,
-            choose=choose,
-            transform=transform,
-        ),
+        StepDataset(sampler, collate=collate, pad_value=pad_value, choose=choose, transform=transform),
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,

@@ -31,8 +31,6 @@ from wds_tensorcache.shards.names import (
     member_suffix,
 )
 
-__all__ = ["FIELD", "Decode", "decode", "encoder"]
-
 Handler = Callable[[Exception], bool]
 Encoder = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -78,14 +76,13 @@ def _encode(base: Encoder, allow: tuple[type, ...], sample: dict[str, Any]) -> d
             ours[skeleton], ours[tensors] = encode_sample(value, allow=allow)
         except TensorCacheError as exc:
             raise exc.at(f"sample {key!r}, field {field!r}") from exc
-    check_suffixes(str(key), [field for field in rest if not field.startswith("_")])
+    check_suffixes(str(key), [*(field for field in rest if not field.startswith("_")), *ours])
     lowered = [*map(str.lower, rest), *ours]  # as webdataset reads the names
     clash = [field for field in rest if is_reserved(field) or lowered.count(field.lower()) > 1]
     if clash:
         raise InvalidKeyError(
             f"sample {key!r} has members {clash}, but these names are reserved for caches, or differ only in case; rename them"
         )
-    check_suffixes(str(key), ours)
     return {**base(rest), **ours}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import operator
 import os
 import warnings
 from bisect import bisect_right
@@ -22,13 +21,13 @@ from webdataset.pipeline import DataPipeline
 from webdataset.shardlists import split_by_node, split_by_worker
 from webdataset.tariterators import tarfile_samples
 
-from wds_tensorcache.arguments import user_level
+from wds_tensorcache.arguments import as_int, user_level
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.integrations.webdataset_tar import Stopped, TarSamples
 from wds_tensorcache.integrations.webdataset_urls import find_urls, is_remote, open_url, shown_url
 from wds_tensorcache.ranks import find_rank, is_distributed
 from wds_tensorcache.shards.expansion import MAX_EXPANDED_NBYTES, check_option
-from wds_tensorcache.shards.manifest import FoundShard, check_listed, stored_digest
+from wds_tensorcache.shards.manifest import ShardEntry, check_listed, stored_digest
 from wds_tensorcache.shards.tar import BLOCK
 from wds_tensorcache.storage.remote.retry import ObjectInfo
 from wds_tensorcache.storage.urls import reveal
@@ -124,6 +123,7 @@ class ResumablePipeline(IterableDataset[Any]):
     ) -> None:
         shards = find_urls(urls)
         self._urls, self._listed = [url for url, _ in shards], [listed for _, listed in shards]
+        entries = [None if listed is None else listed.entry for listed in self._listed]
         if not self._urls:
             raise ValueError("no shards")
         for stage in stages:
@@ -132,21 +132,19 @@ class ResumablePipeline(IterableDataset[Any]):
                     f"stage {stage!r:.200}: this class itself divides the shards among ranks and reads them; remove the stage"
                 )
         self._stages = stages
-        self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=operator.index(seed))
+        self._order = EpochOrder(len(self._urls), shuffle=shuffle, seed=seed)
         # a trainer may initialize torch.distributed later
         self._is_rank_open = rank is None and group is None and not is_distributed()
         self._rank, self._world_size = find_rank(rank, world_size, group, is_final=not self._is_rank_open)
         self._handler = handler
         self._tars = TarSamples(handler, select_files, rename_files, check_option(max_expanded_nbytes))
         self._loads = _loads(self._urls)
-        self._digest = _digest_of(self._urls, self._loads, self._listed)
-        self._batch_size = None if batch_size is None else operator.index(batch_size)
+        self._digest = _digest_of(self._urls, self._loads, entries)
+        self._batch_size = None if batch_size is None else as_int("batch_size", batch_size)
         if self._batch_size is not None and self._batch_size < 1:
             raise ValueError(f"batch_size={batch_size}, expected 1 or more, or None for single items")
         self._collate = collate
-        self._num_samples = [
-            None if shard is None or shard.entry is None else shard.entry.num_samples for shard in self._listed
-        ]
+        self._num_samples = [None if entry is None else entry.num_samples for entry in entries]
         self._wanted_steps = steps
         self._check_ranks()
         self._epochs = _SharedEpochs()
@@ -186,9 +184,9 @@ class ResumablePipeline(IterableDataset[Any]):
                 f"steps={steps!r} counts batches: also pass batch_size=, and batch_size=None to the DataLoader"
             )
         if not isinstance(steps, str):
-            if operator.index(steps) < 1:
+            if as_int("steps", steps) < 1:
                 raise ValueError(f"steps={steps}, expected 1 or more, 'shortest' or 'longest'")
-            return operator.index(steps)
+            return as_int("steps", steps)
         if steps not in ("shortest", "longest"):
             raise ValueError(f"steps={steps!r:.100}, expected a number, 'shortest' or 'longest'")
         counts = [count for count in self._num_samples if count is not None]
@@ -387,7 +385,7 @@ class ResumablePipeline(IterableDataset[Any]):
         Raises:
             ValueError: `epoch` is negative or too large.
         """
-        epoch = operator.index(epoch)
+        epoch = as_int("epoch", epoch)
         if not 0 <= epoch < _MAX_EPOCH:
             raise ValueError(f"epoch={epoch}, expected 0 or more, and less than {_MAX_EPOCH}")
         self._enter()
@@ -428,7 +426,7 @@ class ResumablePipeline(IterableDataset[Any]):
             if start is None or done.info != stream.info:
                 done.starts, done.info = {}, stream.info
             else:
-                first = start[0], start[1]
+                first, listed = (start[0], start[1]), None  # the manifest counts the samples of the whole tar
                 stream.skip(first[1])
         elif listed is not None and listed.entry is not None and listed.entry.digest is not None:
             check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))
@@ -703,13 +701,12 @@ def _divide(shards: list[int], loads: list[int], num_parts: int) -> list[list[in
     return parts
 
 
-def _digest_of(urls: list[str], loads: list[int], listed: list[FoundShard | None]) -> str:
+def _digest_of(urls: list[str], loads: list[int], entries: list[ShardEntry | None]) -> str:
     """Return a digest of the names of all shards, their loads, and their entries in a manifest."""
     # without queries, which change, unless some urls differ only in their queries
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
         names = [reveal(url) for url in urls]
-    entries = [None if shard is None else shard.entry for shard in listed]
     # lengths of local shards are among the loads, by which shards are divided
     counts = [
         None if entry is None else (entry.num_samples, entry.nbytes if is_remote(url) else None, entry.digest)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from wds_tensorcache.arguments import as_int
 from wds_tensorcache.reading.seeds import finalize, round_keys, stream_seed
 
 Array = np.ndarray[Any, Any]
@@ -28,6 +29,7 @@ class EpochOrder:
         seed: Seed of all epochs.
 
     Raises:
+        TypeError: `count` or `seed` is not an integer.
         ValueError: `count` is negative.
 
     Memory: none per sample. Up to 2^24 samples, tables of the round function take at most 8 MB for all orders of a process.
@@ -35,12 +37,11 @@ class EpochOrder:
     """
 
     def __init__(self, count: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        if count < 0:
+        self.count, self.seed = as_int("count", count), as_int("seed", seed)
+        if self.count < 0:
             raise ValueError(f"count={count}, expected 0 or more")
-        self.count = count
-        self.identity = [[count]]  # with seed and `shuffle`, this determines the order
+        self.identity = [[self.count]]  # with seed and `shuffle`, this determines the order
         self.shuffle = shuffle
-        self.seed = seed
 
     def __call__(self, epoch: int, positions: Any) -> Array:
         """Return the sample indices, int64, at positions of an epoch.
@@ -51,8 +52,9 @@ class EpochOrder:
 
         Raises:
             IndexError: A position is out of range.
+            TypeError: `epoch` is not an integer.
         """
-        places = _places(positions, self.count)
+        places, epoch = _places(positions, self.count), as_int("epoch", epoch)
         if not self.shuffle or self.count < 2:
             return places
         bits = (self.count - 1).bit_length()

@@ -43,7 +43,8 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such value.
-        TypeError: A text is a numpy array; store it as a tensor.
+        TypeError: A text is a numpy array; store it as a tensor. Or a text is a tensor, but its replacement is neither a tensor
+            nor a number.
         ValueError: A replacement does not have the shape of a row; or the batch has a value named `mark` already.
 
     Memory: overwrites the rows of stacked or padded tensors in the batch's own memory. Lists are replaced by new lists.
@@ -129,9 +130,8 @@ class DropText:
         is_alike = value.ndim == row.ndim and value.shape[1:] == row.shape[1:]
         if not is_alike or len(value) > len(row) or (is_stacked and len(value) < len(row)):
             remedy = ""
-            if is_alike and len(value) > len(
-                row
-            ):  # padded to the longest row of a batch, only some batches are too short
+            # padded to the longest row of a batch, only some batches are too short
+            if is_alike and len(value) > len(row):
                 remedy = f"; use collate={{{name!r}: tc.pad(to={len(value)})}} or a greater length"
             elif is_alike:
                 remedy = f"; for texts, collate={{{name!r}: 'pad'}} allows shorter ones"
@@ -154,6 +154,9 @@ class DropText:
         """Return the replacement with the dtype of a row, on its device; a number stays on the host."""
         value = self.value[name]
         if not isinstance(value, torch.Tensor):
+            if not isinstance(value, (int, float, complex, np.generic)):
+                problem = f"the batch has a tensor {name!r:.100}, but its replacement is a {type(value).__name__}"
+                raise TypeError(f"{problem}; pass a tensor or a number to drop_text")
             return torch.tensor(value, dtype=row.dtype, device="cpu")
         # a copy for each stream, because no other stream waits for the copy to the GPU
         key = name, row.device, row.dtype, current_stream(row.device)
