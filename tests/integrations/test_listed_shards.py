@@ -15,7 +15,6 @@ import webdataset as wds
 
 import wds_tensorcache as tc
 from tests.remote.servers.http_server import HttpServer
-from tests.shards.tars import build_with_tarfile
 
 COUNT = 30
 
@@ -92,20 +91,6 @@ def test_resumed_in_the_middle_of_a_shard(publish: Callable[[], str], options: d
     state = json.loads(json.dumps(pipe.state_dict()))
     (second := stream(source, **options)).load_state_dict(state)
     assert head + keys(second) == whole
-
-
-def test_resumed_after_a_hidden_file() -> None:
-    """A stream, like webdataset, takes the file of macOS for a sample; manifests do not count it."""
-    content = build_with_tarfile([(f"d/{name}", b"1") for name in (".DS_Store", "a.json", "b.json", "c.json")])
-    shards = [{"url": "a.tar", "nsamples": 3, "filesize": len(content)}]
-    manifest = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": shards}
-    with HttpServer() as server:
-        server.put("a/a.tar", content)
-        server.put("a/manifest.json", json.dumps(manifest).encode())
-        first = iter(pipe := stream(f"{server.url}/a/"))
-        assert [next(first)["__key__"] for _ in range(3)] == ["d/", "d/a", "d/b"]
-        (second := stream(f"{server.url}/a/")).load_state_dict(pipe.state_dict())
-        assert keys(second) == ["d/c"]
 
 
 def test_samples_that_are_dropped_count(folder: Path) -> None:

@@ -426,7 +426,7 @@ class ResumablePipeline(IterableDataset[Any]):
             if start is None or done.info != stream.info:
                 done.starts, done.info = {}, stream.info
             else:
-                first, listed = (start[0], start[1]), None  # the manifest counts the samples of the whole tar
+                first = start[0], start[1]
                 stream.skip(first[1])
         elif listed is not None and listed.entry is not None and listed.entry.digest is not None:
             check_listed(url, listed.entry, listed.manifest, digest=stored_digest(url))

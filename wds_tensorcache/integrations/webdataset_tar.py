@@ -151,7 +151,7 @@ class TarSamples:
         sample: dict[str, Any] = {}
         index, is_kept = first - 1, False
         # the samples of the tar, also those that the caller's functions or handler drop
-        num_samples, tar_key = 0, None
+        num_samples, tar_key = first, None
         for name, read in tar:
             parts = None if listed is None else split_member(name)
             if parts is not None and parts[0] != tar_key:
@@ -182,7 +182,8 @@ class TarSamples:
         # only the end-of-archive block proves that the last sample is complete
         if sample:
             yield index, sample if is_kept and not sample.get(_BAD) else None, None
-        if listed is not None and listed.entry is not None:
+        # `first` counts only the samples that the caller's functions keep
+        if listed is not None and listed.entry is not None and not (first and (self.select_files or self.rename_files)):
             check_listed(shown_url(common["__url__"]), listed.entry, listed.manifest, num_samples=num_samples)
 
     def _report(self, error: Exception) -> None:
