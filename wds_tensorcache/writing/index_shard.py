@@ -19,7 +19,6 @@ from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest, entry_of
 from wds_tensorcache.shards.names import dali_index_path, sidecar_path
-from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder, folder_of
@@ -80,10 +79,7 @@ def index_shard(
     folder, name = _place_of(path, None if index_folder is None else os.fsdecode(index_folder))
     file = RemoteFile(path) if is_remote else ShardFile(path)
     index = scan(file)
-    if isinstance(file, ShardFile):
-        check_end(file, index.end, len(index.keys))
-    elif index.hidden is not None:
-        raise hidden_members(index.end, index.hidden).at(shown(path))
+    check_end(file, index.end, len(index.keys))
     folder.make()
     written = [sidecar_path(name), *[dali_index_path(name)] * dali_index]
     if not folder.is_remote:
