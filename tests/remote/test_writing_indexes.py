@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,15 @@ def test_the_last_sample_lost_its_headers(write_server: WriteServer, tmp_path: P
         tc.write_index(URL, index_folder=tmp_path / "indexes")
     with tc.open(URL, index_folder=tmp_path / "indexes") as cache:
         assert len(cache) == 3
+
+
+def test_only_the_older_index_lists_the_last_sample(http_server: HttpServer, tmp_path: Path, stock: bytes) -> None:
+    url, folder = http_server.put("a.tar", stock), tmp_path / "indexes"
+    tc.write_index(url, index_folder=folder)
+    before = (folder / "a.tar.index").read_bytes()
+    with tarfile.open(fileobj=io.BytesIO(stock)) as tar:
+        begin = min(member.offset for member in tar if member.name.startswith("004"))
+    http_server.put("a.tar", stock[:begin] + bytes(len(stock) - begin))
+    with pytest.raises(tc.FormatError, match="zeros, although a.tar.index says that the archive ends at byte"):
+        tc.write_index(url, index_folder=folder)
+    assert (folder / "a.tar.index").read_bytes() == before

@@ -24,6 +24,7 @@ _MIN_LOST_NBYTES = 3 * BLOCK
 _REMEDY = (
     "`tensorcache verify` (tc.verify) describes the damage, `tensorcache repair` (tc.repair) saves all other samples"
 )
+REMOTE_REMEDY = f"for a copy on a local disk, {_REMEDY}"
 
 
 def find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatError | None:
@@ -58,8 +59,7 @@ def check_end(file: File, end: int, num_samples: int) -> None:
     `end` and `num_samples` come from the index of the shard.
     """
 
-    def refuse(problem: str, offset: int, remedy: str = _REMEDY) -> None:
-        remedy = "for a copy on a local disk, " * is_url(file.path) + remedy
+    def refuse(problem: str, offset: int, remedy: str = REMOTE_REMEDY if is_url(file.path) else _REMEDY) -> None:
         raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind="trailing").at(file.path)
 
     trailer = read_trailer(file.read, file.nbytes, file.nbytes)

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, InvalidKeyError
+from wds_tensorcache.errors import FormatError, InvalidKeyError, TarFormatError
 from wds_tensorcache.reading.find_shards import file_identity, shard_names
-from wds_tensorcache.shards.after_end import check_end, load_whole
+from wds_tensorcache.shards.after_end import REMOTE_REMEDY, check_end, load_whole
 from wds_tensorcache.shards.dali_index import check_replaceable, write_dali_index
 from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
@@ -94,7 +94,11 @@ def index_shard(
             if url is None and shard_names([name]) and os.path.exists(folder.locate(MANIFEST)):
                 is_added = not find_writer(folder.path or os.curdir)
     older = folder.read(sidecar_path(name))
-    index = _with_older(index, _stored_index(file, older), None if url is None else manifest.fingerprint(url))
+    stored = _stored_index(file, older)
+    if stored is not None and stored.end > index.end:  # of a shard at a url: `check_end` reads only local sidecars
+        problem = f"zeros, although {sidecar_path(name)} says that the archive ends at byte {stored.end}"
+        raise TarFormatError(f"{problem}; {REMOTE_REMEDY}", offset=index.end, kind="trailing").at(file.path)
+    index = _with_older(index, stored, None if url is None else manifest.fingerprint(url))
     sidecar = build_footer(index, file.nbytes)
 
     def list_shard(entry: ShardEntry) -> None:
