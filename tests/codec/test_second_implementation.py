@@ -292,6 +292,7 @@ REFUSED_INDEXES: list[Callable[[dict[str, Any], dict[str, Any]], Any]] = [
     lambda arrays, names: names.update(caches={"": 1, "vae-b_1": 2}),
     lambda arrays, names: names["references"][0].reverse(),
     lambda arrays, names: names.update(fingerprint={"1": 1, 1: 2}),
+    lambda arrays, names: names.update(further=[["yx"], *[[]] * (len(names["forms"]) - 1)]),  # a text is no pair
     lambda arrays, names: names.update(new=float("nan")),
     lambda arrays, names: json.dumps(names | {"new": 7}).replace("7", "-0").encode(),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import struct
+import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -13,7 +14,7 @@ import wds_tensorcache as tc
 from tests.hostile.pickles import call, decode, fetch, integer, little_memory, num_calls, refused, text
 from tests.hostile.test_skeletons import Node
 from tests.shards.damage import flip, members, write
-from tests.shards.tars import raw_header, record
+from tests.shards.tars import pax, raw_header, record
 from wds_tensorcache.shards.tar import BLOCK, names_of
 from wds_tensorcache.storage.files import ShardFile
 
@@ -179,6 +180,15 @@ def test_small_objects_take_bounded_memory(name: str) -> None:
         found = decode(body)
     assert len(found) == 10_000 // len(SMALL[name]) * (name != "marks")
     assert "400 bytes" in " ".join(FORMAT.read_text().split())
+
+
+def test_names_of_thousands_of_parts(tmp_path: Path) -> None:
+    """A pattern that tries each number of `./` at the beginning takes 4 seconds a name."""
+    path, name = tmp_path / "a.tar", b"./" * 8190 + b"x"
+    path.write_bytes((pax(name + b"\0", kind=b"L") + raw_header(b"x", b"0", b"0")) * 4 + bytes(1024))
+    begin = time.process_time()
+    assert len(tc.write_index(path).keys) == len(list(tc.tarfile_to_samples()([{"url": str(path)}]))) == 0
+    assert time.process_time() - begin < 5
 
 
 # --- shards that make a tool repeat its work: only counters inside the package show that, in reasonable time ---

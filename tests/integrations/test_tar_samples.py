@@ -221,11 +221,15 @@ def stock_stage(**options: Any) -> Any:
     return stage
 
 
+def is_visible(name: str) -> bool:
+    return not name.rpartition("/")[2].startswith(".")
+
+
 def assert_as_webdataset(content: bytes) -> list[Any]:
     ours = samples(tc.tarfile_to_samples, content)
-    assert ours == samples(stock_stage, content)
+    assert ours == samples(stock_stage, content, select_files=is_visible)
     kept = samples(tc.tarfile_to_samples, content, handler=wds.ignore_and_continue)
-    assert kept == samples(stock_stage, content, handler=wds.ignore_and_continue)
+    assert kept == samples(stock_stage, content, handler=wds.ignore_and_continue, select_files=is_visible)
     return ours
 
 
@@ -245,6 +249,20 @@ def test_any_members(members: list[tuple[str, bytes, bytes]], kind: str) -> None
     # tarfile reads a V7 file whose name ends in a slash as a folder
     whole = [(n, t, b"" if t in EMPTY or (t == tarfile.AREGTYPE and n.endswith("/")) else raw) for n, t, raw in members]
     assert_as_webdataset(tar_of(whole, FORMATS[kind]))
+
+
+@pytest.mark.parametrize("folder", ["", "./", "a/", "./a/", "a.b/"])
+def test_hidden_files_belong_to_no_sample(tmp_path: Path, folder: str) -> None:
+    """macOS writes `._NAME` before each file, also between the two members of a cache."""
+    halves = zip(("skel.pyd", "safetensors"), tc.encode_sample({"x": torch.arange(3)}), strict=True)
+    members = [(f"{folder}.DS_Store", b"")]
+    for suffix, content in halves:
+        members += [(f"{folder}._1.{suffix}", b""), (f"{folder}1.{suffix}", content)]
+    path = tmp_path / "a.tar"
+    path.write_bytes(build_with_tarfile(members))
+    with tc.open(path) as cache:
+        assert [sample["__key__"] for sample in map(tc.decode(), read(path))] == list(cache.keys())
+    assert len(cache) == 1
 
 
 def test_content_of_folders() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import wds_tensorcache as tc
 from tests.conftest import diffusion_sample
@@ -67,3 +70,34 @@ def test_refusals(write_server: WriteServer, tmp_path: Path, stock: bytes) -> No
     with pytest.raises(ValueError, match="is local"):
         tc.write_index(tmp_path / "a.tar", index_folder=tmp_path)
     assert list(write_server.objects("cache/")) == ["a.tar"]
+
+
+@pytest.mark.parametrize("has_content", [False, True])
+def test_the_last_sample_lost_its_headers(write_server: WriteServer, tmp_path: Path, has_content: bool) -> None:
+    """A new index without this sample would take the place of the footer, which lists it."""
+    with tc.ShardWriter(tmp_path / "a.tar") as sink:
+        for i in range(3):
+            sink.write(f"{i}", {"x": torch.arange(4)})
+    shard = bytearray((tmp_path / "a.tar").read_bytes())
+    with tarfile.open(tmp_path / "a.tar") as tar:
+        lost = [member for member in tar if member.name.startswith("2.")]
+    for member in lost:
+        end = member.offset_data + (0 if has_content else member.size)
+        shard[member.offset : end] = bytes(end - member.offset)
+    write_server.put("cache/a.tar", bytes(shard))
+    with pytest.raises(tc.FormatError, match="for a copy on a local disk, `tensorcache verify`"):
+        tc.write_index(URL, index_folder=tmp_path / "indexes")
+    with tc.open(URL, index_folder=tmp_path / "indexes") as cache:
+        assert len(cache) == 3
+
+
+def test_only_the_older_index_lists_the_last_sample(http_server: HttpServer, tmp_path: Path, stock: bytes) -> None:
+    url, folder = http_server.put("a.tar", stock), tmp_path / "indexes"
+    tc.write_index(url, index_folder=folder)
+    before = (folder / "a.tar.index").read_bytes()
+    with tarfile.open(fileobj=io.BytesIO(stock)) as tar:
+        begin = min(member.offset for member in tar if member.name.startswith("004"))
+    http_server.put("a.tar", stock[:begin] + bytes(len(stock) - begin))
+    with pytest.raises(tc.FormatError, match="zeros, although a.tar.index says that the archive ends at byte"):
+        tc.write_index(url, index_folder=folder)
+    assert (folder / "a.tar.index").read_bytes() == before

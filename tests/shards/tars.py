@@ -165,6 +165,8 @@ UNUSUAL = {
     "pax and GNU": pax(record(b"path", b"p.x")) + pax(b"q.x\0", kind=b"L") + A,
     "GNU and pax": pax(b"q.x\0", kind=b"L") + pax(record(b"path", b"p.x")) + A,
     "GNU long name": pax(b"q" * 300 + b".x\0", kind=b"L") + raw_header(b"a.x", b"0", b"1", prefix=b"p") + bytes(512),
+    "GNU long name without a NUL": pax(b"q" * 300 + b".x", kind=b"L") + A,
+    "GNU long name of whole blocks": pax(b"q" * 510 + b".x", kind=b"L") + A,
     "GNU long link": pax(b"q" * 300 + b".x\0", kind=b"K") + raw_header(b"a.x", b"2", b"0"),
     "looks like bzip2": raw_header(b"BZh9.json", b"0", b"1") + bytes(512),
 }

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.index_builder import CacheEntry, IndexBuilder
 from wds_tensorcache.shards.load_index import parse_both
 from wds_tensorcache.shards.names import Half, find_half, half_of, split_member
 from wds_tensorcache.shards.tar import rebuild_header
-from wds_tensorcache.storage.files import Identity, ShardFile
+from wds_tensorcache.storage.files import File, Identity, ShardFile
 from wds_tensorcache.storage.readahead import ReadAhead, Readers
 from wds_tensorcache.writing.copy_shards import MemberRange, append_range
 
@@ -171,7 +171,7 @@ def _check_all(
 def _count_caches(file: ShardFile) -> dict[str, int]:
     """Return the number of caches of each sample in the index of a shard, by key."""
 
-    def parse(part: ShardFile) -> ShardIndex | None:
+    def parse(part: File) -> ShardIndex | None:
         # lost bytes may have changed the length of the shard, but a sidecar with another length may belong to another shard
         return read_index(part.read, part.nbytes, None if part is file else file.nbytes)
 

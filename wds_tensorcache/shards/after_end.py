@@ -15,7 +15,8 @@ from wds_tensorcache.shards.index import ShardIndex
 from wds_tensorcache.shards.load_index import load_index, parse_both
 from wds_tensorcache.shards.manifest import MANIFEST, read_manifest
 from wds_tensorcache.shards.tar import BLOCK, HIDDEN_REMEDY, find_header
-from wds_tensorcache.storage.files import ShardFile
+from wds_tensorcache.storage.files import File, ShardFile
+from wds_tensorcache.storage.urls import is_url
 
 _CHUNK_NBYTES = 1 << 20
 # a lost header and the end-of-archive marker; an undamaged index begins within this distance
@@ -23,6 +24,7 @@ _MIN_LOST_NBYTES = 3 * BLOCK
 _REMEDY = (
     "`tensorcache verify` (tc.verify) describes the damage, `tensorcache repair` (tc.repair) saves all other samples"
 )
+REMOTE_REMEDY = f"for a copy on a local disk, {_REMEDY}"
 
 
 def find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatError | None:
@@ -51,13 +53,13 @@ def load_whole(path: str) -> ShardIndex:
     return index
 
 
-def check_end(file: ShardFile, end: int, num_samples: int) -> None:
+def check_end(file: File, end: int, num_samples: int) -> None:
     """Raise TarFormatError if the bytes after the end of the archive are unknown, or if members were lost there.
 
     `end` and `num_samples` come from the index of the shard.
     """
 
-    def refuse(problem: str, offset: int, remedy: str = _REMEDY) -> None:
+    def refuse(problem: str, offset: int, remedy: str = REMOTE_REMEDY if is_url(file.path) else _REMEDY) -> None:
         raise TarFormatError(f"{problem}; {remedy}", offset=offset, kind="trailing").at(file.path)
 
     trailer = read_trailer(file.read, file.nbytes, file.nbytes)
@@ -84,7 +86,7 @@ def check_end(file: ShardFile, end: int, num_samples: int) -> None:
         raise lost
 
 
-def first_nonzero(file: ShardFile, begin: int, end: int) -> int | None:
+def first_nonzero(file: File, begin: int, end: int) -> int | None:
     """Return the offset of the first byte in `[begin, end)` that is not zero; None if all bytes are zero."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))

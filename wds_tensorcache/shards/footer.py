@@ -227,7 +227,7 @@ def _parse_form(raw: Any) -> Form:
 
 
 def _parse_further(form: Form, pairs: Any) -> Further:
-    _check(type(pairs) is list, "further", pairs)
+    _check(type(pairs) is list and all(type(pair) is list for pair in pairs), "further", pairs)
     further = tuple((name, tensor) for name, tensor in pairs)
     tensors, names = {name for name, *_ in form.entries}, [name for name, _ in further]
     are_names = all(type(name) is str for name in names) and all(tensor in tensors for _, tensor in further)

@@ -57,14 +57,12 @@ def _read_sidecar(path: str) -> bytes | None:
     return None if sidecar is None else sidecar.read(0, sidecar.nbytes)
 
 
-def parse_both(
-    file: ShardFile, parse: Callable[[ShardFile], _Parsed | None], *, lenient: bool = False
-) -> Iterator[_Parsed]:
-    """Yield the results of `parse` for a shard and for its sidecar.
+def parse_both(file: File, parse: Callable[[File], _Parsed | None], *, lenient: bool = False) -> Iterator[_Parsed]:
+    """Yield the results of `parse` for a shard and, if the shard is local, for its sidecar.
 
     Skip a result that is None, a FormatError and, if `lenient`, an OSError.
     """
-    for is_sidecar in (False, True):
+    for is_sidecar in (False, True) if isinstance(file, ShardFile) else (False,):
         parsed = None
         with contextlib.suppress(FormatError, *[OSError] * lenient):
             opened = open_if_exists(sidecar_path(file.path)) if is_sidecar else file

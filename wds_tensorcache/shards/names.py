@@ -25,9 +25,7 @@ DALI_SUFFIX = ".idx"
 MAX_MEMBER_NBYTES = 100
 _CACHE_NAME = re.compile(r"[a-z0-9-][a-z0-9_-]*", re.ASCII)
 _RESERVED = frozenset({"skel", "pyd", "safetensors"})
-# splits names as webdataset does, but without the `./` that `tar -c .` puts before each name
-_KEY_AND_SUFFIX = re.compile(r"(?:\./)*((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
-_DOTS = re.compile(rb"\A(?:\./)+")
+_DOTS, _DOTS_OF_BYTES = re.compile(r"\A(?:\./)+"), re.compile(rb"\A(?:\./)+")
 _BLANK = re.compile(r"[\s\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _SAFE_LENGTH = MAX_MEMBER_NBYTES - len("." + TENSORS)
 _HASHED_LENGTH = 80  # the same in all versions: resumed builds and imports must find keys of earlier versions
@@ -181,13 +179,15 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
 
 def split_member(name: str) -> tuple[str, str] | None:
     """Return the key and the suffix in a member's name; None if the name does not have both."""
-    match = _KEY_AND_SUFFIX.fullmatch(name)
-    return None if match is None else (match[1], match[2])
+    # Hazard: a hostile name may consist of thousands of `./`, so this takes no time for each of them.
+    folder, slash, last = (_DOTS.sub("", name) if name[:2] == "./" else name).rpartition("/")
+    stem, dot, suffix = last.partition(".")
+    return (folder + slash + stem, suffix) if stem and dot else None
 
 
 def strip_dots(name: bytes) -> bytes:
     """Return a name without any leading `./`, which `tar -c .` puts before each name."""
-    return _DOTS.sub(b"", name)
+    return _DOTS_OF_BYTES.sub(b"", name)
 
 
 def suffix_after(key: bytes, name: bytes) -> bytes | None:

@@ -262,8 +262,6 @@ class Headers:
         begin = header_begin + BLOCK
         content = self._read(begin, begin + nbytes)
         if kind == _LONG_NAME:
-            if b"\0" not in content:
-                raise _error(f"the long name has {nbytes} bytes, expected a NUL at its end", begin, "extended-header")
             self.own.setdefault(b"path", content.partition(b"\0")[0])
         elif kind == _GLOBAL:
             self.common.update(parse_records(content, begin))

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wds_tensorcache.errors import FormatError, InvalidKeyError
+from wds_tensorcache.errors import FormatError, InvalidKeyError, TarFormatError
 from wds_tensorcache.reading.find_shards import file_identity, shard_names
-from wds_tensorcache.shards.after_end import check_end, load_whole
+from wds_tensorcache.shards.after_end import REMOTE_REMEDY, check_end, load_whole
 from wds_tensorcache.shards.dali_index import check_replaceable, write_dali_index
 from wds_tensorcache.shards.footer import build_footer, read_index
 from wds_tensorcache.shards.index import ShardIndex
@@ -19,7 +19,6 @@ from wds_tensorcache.shards.key_table import KeyTable
 from wds_tensorcache.shards.load_index import load_index, scan
 from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest, entry_of
 from wds_tensorcache.shards.names import dali_index_path, sidecar_path
-from wds_tensorcache.shards.tar import hidden_members
 from wds_tensorcache.storage.atomic import remove_temporary
 from wds_tensorcache.storage.files import ShardFile
 from wds_tensorcache.storage.folder import Folder, folder_of
@@ -80,10 +79,7 @@ def index_shard(
     folder, name = _place_of(path, None if index_folder is None else os.fsdecode(index_folder))
     file = RemoteFile(path) if is_remote else ShardFile(path)
     index = scan(file)
-    if isinstance(file, ShardFile):
-        check_end(file, index.end, len(index.keys))
-    elif index.hidden is not None:
-        raise hidden_members(index.end, index.hidden).at(shown(path))
+    check_end(file, index.end, len(index.keys))
     folder.make()
     written = [sidecar_path(name), *[dali_index_path(name)] * dali_index]
     if not folder.is_remote:
@@ -98,7 +94,11 @@ def index_shard(
             if url is None and shard_names([name]) and os.path.exists(folder.locate(MANIFEST)):
                 is_added = not find_writer(folder.path or os.curdir)
     older = folder.read(sidecar_path(name))
-    index = _with_older(index, _stored_index(file, older), None if url is None else manifest.fingerprint(url))
+    stored = _stored_index(file, older)
+    if stored is not None and stored.end > index.end:  # of a shard at a url: `check_end` reads only local sidecars
+        problem = f"zeros, although {sidecar_path(name)} says that the archive ends at byte {stored.end}"
+        raise TarFormatError(f"{problem}; {REMOTE_REMEDY}", offset=index.end, kind="trailing").at(file.path)
+    index = _with_older(index, stored, None if url is None else manifest.fingerprint(url))
     sidecar = build_footer(index, file.nbytes)
 
     def list_shard(entry: ShardEntry) -> None:
