@@ -52,6 +52,7 @@ class _Part:
     def read(self) -> None:
         file, client = self.file, client_for(self.file.url)
         request = Request(file.url, self.begin, self.end, file.state, self.end - self.begin)
+        request.is_first = not file.is_asked
         try:
             # continues at the first byte that has not arrived
             state = request.repeat(
