@@ -126,3 +126,21 @@ def test_a_replaced_shard_of_a_server_without_ranges_and_tags(server: HttpServer
             assert cache[0]["x"].load().tolist() == [value] * 4
             assert cache.read_batch([0])["x"].tolist() == [[value] * 4]
         assert len(server.log()) == 1
+
+
+@pytest.mark.parametrize(("etag", "is_dated"), [("strong", True), (None, True), (None, False)])
+def test_a_replaced_shard_whose_index_is_in_a_folder(
+    server: HttpServer, tmp_path: Path, etag: str | None, is_dated: bool
+) -> None:
+    """The server is asked for the shard's state before a copy from an earlier `open` is read, although the index is here."""
+    path, indexes = tmp_path / "replaced.tar", tmp_path / "indexes"
+    indexes.mkdir()
+    for value in (1, 2):
+        write(path, [{"x": torch.full((4,), value)}], footer=False, overwrite=True)
+        tc.write_index(path)
+        (tmp_path / "replaced.tar.index").replace(indexes / "replaced.tar.index")
+        server.set(ranges=False, etag=etag, last_modified=is_dated and 10**9 + value)
+        server.put("replaced.tar", path.read_bytes())
+        with tc.open(f"{server.url}/replaced.tar", index_folder=indexes) as cache:
+            assert cache[0]["x"].load().tolist() == [value] * 4
+            assert cache.read_batch([0])["x"].tolist() == [[value] * 4]

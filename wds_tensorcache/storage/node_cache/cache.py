@@ -18,14 +18,11 @@ from wds_tensorcache.storage.locks import RangeLocks
 from wds_tensorcache.storage.node_cache.block_file import BLOCK, BlockFile, BlockRuns, Evicted
 from wds_tensorcache.storage.node_cache.folder import Bypass, CacheFolder, lock_within, open_folder
 from wds_tensorcache.storage.node_cache.identity import digest_of
-from wds_tensorcache.storage.remote.fetch import fetch_many, largest_gap, run_all
+from wds_tensorcache.storage.remote.fetch import Range, fetch_many, largest_gap, run_all
 from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 _MAX_REQUEST_NBYTES = 1 << 23
 _MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time
-
-# a remote file, the offset of the first byte, and 1-D buffers that are filled in order
-Range = tuple[Any, int, Sequence[Any]]
 
 
 def open_node_cache(path: str | os.PathLike[str], max_nbytes: int | None = None, max_open: int = 128) -> NodeCache:

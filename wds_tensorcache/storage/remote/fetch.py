@@ -6,13 +6,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, ObjectInfo, Request
 from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.threads import Threads, per_process
+
+if TYPE_CHECKING:
+    from wds_tensorcache.storage.remote.remote_file import RemoteFile
 
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
@@ -21,17 +24,8 @@ _COST = 2  # measured time of one of many requests, in multiples of its part of 
 _Result = TypeVar("_Result")
 
 
-class _File(Protocol):
-    @property
-    def url(self) -> str: ...
-    @property
-    def state(self) -> ObjectInfo: ...
-    def fix(self, state: ObjectInfo, /) -> None: ...
-    def check_range(self, begin: int, end: int, /) -> None: ...
-    def missing_error(self, cause: FileNotFoundError, /) -> Exception: ...
-
-
-Ranges = Iterable[tuple[_File, int, Sequence[Any]]]
+# a remote file, the offset of the first byte, and 1-D byte buffers that are filled in order
+Range = tuple[Any, int, Sequence[Any]]
 
 
 class _Counts(threading.local):
@@ -47,10 +41,10 @@ _scratch = memoryview(bytearray(_MOST_GAP))  # gaps are read into it, by all thr
 
 
 @dataclass(slots=True)
-class _Range:
+class _Part:
     """The bytes `[begin, end)` of a file, and the buffers for them."""
 
-    file: _File
+    file: RemoteFile
     begin: int
     end: int
     buffers: list[memoryview] = field(default_factory=list)
@@ -58,6 +52,7 @@ class _Range:
     def read(self) -> None:
         file, client = self.file, client_for(self.file.url)
         request = Request(file.url, self.begin, self.end, file.state, self.end - self.begin)
+        request.is_first = not file.is_asked
         try:
             # continues at the first byte that has not arrived
             state = request.repeat(
@@ -68,7 +63,7 @@ class _Range:
         file.fix(state)
 
 
-def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
+def fetch_many(ranges: Iterable[Range], *, merges: bool = True) -> None:
     """Read many ranges at once, straight into the caller's memory.
 
     Ranges of one file are requested in the order of their offsets. One request fetches several near ranges if the bytes between
@@ -91,18 +86,18 @@ def fetch_many(ranges: Ranges, *, merges: bool = True) -> None:
         run_all([request.read for request in requests])
 
 
-def _plan(ranges: Ranges, merges: bool) -> list[_Range]:
+def _plan(ranges: Iterable[Range], merges: bool) -> list[_Part]:
     wanted = []
     for file, begin, buffers in ranges:
         views = [view for view in map(_bytes, buffers) if len(view)]
         end = begin + sum(map(len, views))
         file.check_range(begin, end)
         if views:
-            wanted.append(_Range(file, begin, end, views))
+            wanted.append(_Part(file, begin, end, views))
     wanted.sort(key=lambda part: (part.file.url, part.begin))
-    requests: list[_Range] = []
+    requests: list[_Part] = []
     gaps: dict[str, int] = {}
-    last: _Range | None = None
+    last: _Part | None = None
     for part in wanted:
         url = part.file.url
         if last is not None and last.file is part.file and part.end - last.begin <= PART_NBYTES:
@@ -129,11 +124,11 @@ def _bytes(buffer: Any) -> memoryview:
     return view if view.format == "B" else view.cast("B")
 
 
-def _split(request: _Range) -> list[_Range]:
+def _split(request: _Part) -> list[_Part]:
     if request.end - request.begin <= PART_NBYTES:
         return [request]
     parts = [
-        _Range(request.file, begin, min(begin + PART_NBYTES, request.end))
+        _Part(request.file, begin, min(begin + PART_NBYTES, request.end))
         for begin in range(request.begin, request.end, PART_NBYTES)
     ]
     at, left = 0, PART_NBYTES
@@ -182,10 +177,10 @@ def list_objects(folder: str) -> list[str]:
     return _run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
 
 
-def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
+def start_read(file: RemoteFile, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
     """Start to read into a buffer; return a future for `wait_for`, and the `Cancel` of the read."""
     cancel = retry.Cancel()
-    return _executor().submit(_work, _Range(file, begin, begin + len(view), [view]).read, cancel), cancel
+    return _executor().submit(_work, _Part(file, begin, begin + len(view), [view]).read, cancel), cancel
 
 
 def _run(call: Callable[[], _Result]) -> _Result:

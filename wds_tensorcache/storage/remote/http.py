@@ -87,9 +87,7 @@ class Copies:
         """Return the copy of an object; None if no copy has this state."""
         with self._lock:
             copy = self._copies.get(url)
-            if copy is None or state is None or copy.state.nbytes != state.nbytes:
-                return None
-            if copy.state.tag != state.tag and None not in (copy.state.tag, state.tag):
+            if copy is None or copy.state != state:
                 return None
             self._copies[url] = self._copies.pop(url)  # the most recently used copy is the last
             return copy
@@ -225,7 +223,8 @@ class HttpClient:
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
         begin, end = request.at, request.end
         assert end is not None
-        copy = self._copies.get(request.url, request.state)
+        # the object may have changed since an earlier file read this copy
+        copy = None if request.is_first else self._copies.get(request.url, request.state)
         if copy is None:
             with self._get(request, f"bytes={begin}-{end - 1}") as (response, state):
                 if state is not None and response.status == 206:

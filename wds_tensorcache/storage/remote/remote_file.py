@@ -165,9 +165,6 @@ class RemoteFile:
     def check_unchanged(self) -> None:
         """Do nothing: every read compares tag and length."""
 
-    def __repr__(self) -> str:
-        return f"RemoteFile({self.path!r}, nbytes={self.identity[0]})"
-
 
 def read_whole(url: str) -> bytes:
     """Return the bytes of an object; raise FileNotFoundError if it is missing, RemoteError if it exceeds 256 MiB."""
@@ -175,5 +172,7 @@ def read_whole(url: str) -> bytes:
     if state.nbytes > MAX_WHOLE_NBYTES:
         raise Request(url).error(f"the object has {state.nbytes} bytes, more than {MAX_WHOLE_NBYTES}")
     if len(content) < state.nbytes:
-        content += RemoteFile(url, state.nbytes, state.tag).read(len(content), state.nbytes)
+        file = RemoteFile(url)
+        file.fix(state)
+        content += file.read(len(content), state.nbytes)
     return content

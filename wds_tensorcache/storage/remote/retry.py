@@ -88,6 +88,7 @@ class Request:
     Attributes:
         at: Offset of the next byte that is needed, after `begin` if an earlier attempt was cut short.
         num_ignored: Number of responses that ignored the range.
+        is_first: True if no response has reported the object's state since the object was opened.
         limit_s: Time limit of all attempts together.
         sock: Socket of the attempt that is in flight.
 
@@ -106,6 +107,7 @@ class Request:
         self.url, self.begin, self.end, self.state = url, begin, end, state
         self.at = begin or 0
         self.num_ignored = 0
+        self.is_first = False
         self.sock: socket.socket | None = None
         self.cancel: Cancel | None = None
         self._begun = time.monotonic()

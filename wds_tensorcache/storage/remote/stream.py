@@ -56,7 +56,8 @@ class RemoteStream:
     def __init__(self, url: str) -> None:
         self.url = conceal(url)
         self.info = stat(self.url)
-        self._file = RemoteFile(self.url, self.info.nbytes, self.info.tag)
+        self._file = RemoteFile(self.url)
+        self._file.fix(self.info)
         self._at = 0  # the reader's offset
         self._requested = 0  # the end of the last request
         self._next_nbytes = _MIN_NBYTES
