@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-_INTERRUPTED = 130
-
 
 def main() -> None:
     sys.exit(_run())
@@ -20,7 +18,4 @@ def _run() -> int:
     except ModuleNotFoundError as exc:
         print(f"tensorcache needs {exc.name}: pip install 'wds-tensorcache[cli]'", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
     return run(sys.argv[1:])
