@@ -49,6 +49,7 @@ def test_the_cache_is_described(tmp_path: Path) -> None:
         assert shown["stats"]["histogram"]["counts"] == histogram["counts"]
         assert shown["stats"]["histogram"]["num_outside"] == histogram["num_below"] + histogram["num_above"]
     assert report["sample_sizes"]["counts"] == stats["sample_nbytes"]["histogram"]["counts"]
+    assert (report["sample_sizes"]["low"], report["sample_sizes"]["high"]) == (8384, 8640)
     assert stats["tensors"][0]["not_finite"] == ["photo-00007"]
 
 

@@ -56,7 +56,9 @@ def schema_command(path: str, cache_name: str | None, as_json: bool) -> None:
     if values:
         output.line()
         rows = [(value.name, str(value), f"{value.num_samples:,}") for value in values]
-        output.table(["value", f"of {described.num_examined:,} samples", "samples"], rows, right=["samples"])
+        output.table(
+            ["value", f"of {format_count(described.num_examined, 'sample')}", "samples"], rows, right=["samples"]
+        )
     if described.members:
         output.line()
         output.table(["member", "samples"], [(f".{name}", f"{count:,}") for name, count in described.members.items()])

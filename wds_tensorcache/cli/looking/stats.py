@@ -68,8 +68,6 @@ def stats_command(path: str, samples: int | None, cache_name: str | None, as_jso
             "fingerprint": described.fingerprint,
         }
     )
-    if as_json:
-        return
     show_summary(output, described)
     sizes = survey.sample_nbytes
     if survey.indices:
