@@ -6,10 +6,6 @@ import sys
 
 
 def main() -> None:
-    sys.exit(_run())
-
-
-def _run() -> int:
     try:
         import click  # noqa: F401
         import rich  # noqa: F401
@@ -17,5 +13,5 @@ def _run() -> int:
         from wds_tensorcache.cli.app import run
     except ModuleNotFoundError as exc:
         print(f"tensorcache needs {exc.name}: pip install 'wds-tensorcache[cli]'", file=sys.stderr)
-        return 2
-    return run(sys.argv[1:])
+        sys.exit(2)
+    sys.exit(run(sys.argv[1:]))
