@@ -39,6 +39,7 @@ __all__ = [
     "add_note",
     "format_count",
     "list_names",
+    "plain",
     "unknown_name",
 ]
 
@@ -189,6 +190,16 @@ def add_note(exc: BaseException, note: str) -> None:
     """
     if hasattr(exc, "add_note"):
         exc.add_note(note)
+
+
+def plain(text: object) -> str:
+    """Replace characters that `str.isprintable` refuses by escapes such as `\\x1b`.
+
+    Examples are control characters, line breaks, surrogates, marks of direction, and white space other than the space. They
+    could reorder or overwrite the text of a terminal.
+    """
+    text = str(text)
+    return text if text.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def format_count(count: int, noun: str) -> str:

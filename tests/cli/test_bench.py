@@ -14,6 +14,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import json_of, run
 from tests.reading.batches import write
+from tests.shards.tars import build_with_tarfile
 
 QUICK = ("--seconds", 0)  # one batch a run
 NAMES = ["copies in memory", "raw reads", "read_batch", "Loader"]
@@ -77,6 +78,21 @@ def test_tensors_that_differ_are_left_out(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["nbytes_used"] == 5 * 40
 
 
+def test_tensors_that_only_samples_left_out_have(tmp_path: Path) -> None:
+    """A part of a cache may lack a tensor, and a batch may have no bytes."""
+    samples = [
+        {"x": torch.ones(8 * (i % 2)), "dtype": torch.ones(1, dtype=(torch.half, torch.int64)[i % 2])} for i in range(6)
+    ]
+    samples[5]["rare"] = torch.ones(2)
+    folder = write(tmp_path, samples)
+    report = json_of("bench", folder, *QUICK, "--batch-size", 1, "--threads", 1)
+    assert report["num_used"] == 6
+    assert all(rate["nbytes_per_s"] > 0 for rate in report["rates"])
+    samples[0]["x"] = torch.ones(8)
+    write(tmp_path, samples, overwrite=True)
+    assert json_of("bench", folder, *QUICK, "--threads", 1, "--max-nbytes", 1)["num_used"] == 1
+
+
 def test_refusals(cache: Path, tmp_path: Path) -> None:
     """Samples that cannot form batches, no tensors, several caches, and wrong options."""
     mixed = write(tmp_path / "mixed", [{"x": torch.ones(4, dtype=dtype)} for dtype in (torch.int64, torch.float32)])
@@ -89,6 +105,8 @@ def test_refusals(cache: Path, tmp_path: Path) -> None:
     assert "no samples with tensors among 1 of 4" in part.stderr
     assert json_of("bench", tmp_path / "0.tar", *QUICK, "--cache", "text")["nbytes_used"] == 99 * 4
     run("bench", tmp_path / "nowhere", status=2)
+    (tmp_path / "photos.tar").write_bytes(build_with_tarfile([("a.jpg", b"abc")]))
+    assert "only other members" in run("bench", tmp_path / "photos.tar", *QUICK, status=2).stderr
     for option in (("--batch-size", 0), ("--seconds", -1), ("--threads", 0)):
         run("bench", cache, *option, status=2)
     run("bench", cache, *QUICK, "--seconds", "nan")

@@ -213,7 +213,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
         run(command, tmp_path / "in", tmp_path / "out", "--max-samples", 0, status=2)
         assert "is not empty" in run(command, tmp_path / "in", tmp_path / "in", status=2).stderr
         assert "is a file" in run(command, tmp_path / "in", tmp_path / "file", status=2).stderr
-        assert "is a file" in run("drop", tmp_path / "file", tmp_path / "out", "k", status=2).stderr
+        assert "is not a folder" in run("drop", tmp_path / "file", tmp_path / "out", "k", status=2).stderr
         said = run(command, tmp_path / HOSTILE, tmp_path / "out", status=2).stderr
         assert said.strip("\n").isprintable()
     with pytest.raises(ValueError, match="0 caches"):

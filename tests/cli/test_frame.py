@@ -19,7 +19,7 @@ from tests.cli.commands import Output, Result, Server
 from tests.cli.conftest import HOSTILE
 from tests.reading.batches import write
 from tests.remote.servers.http_server import HttpServer
-from tests.shards.tars import build_with_tarfile
+from tests.shards.tars import build_with_tarfile, fix_checksums
 
 Run = Callable[..., Result]
 ROOT = Path(__file__).parent.parent.parent
@@ -253,6 +253,16 @@ def test_names_of_files(run: Run, tmp_path: Path) -> None:
         assert "\nforged" not in found.out + found.err
 
 
+def test_a_line_break_in_a_key(run: Run, tmp_path: Path) -> None:
+    options = {"footer": False, "dali_index": False, "manifest": False}
+    shard = Path(write(tmp_path / "0.tar", {"aXforged": {"x": torch.full((3,), float("nan"))}}, **options))
+    shard.write_bytes(fix_checksums(shard.read_bytes().replace(b"aXforged", b"a\nforged")))
+    for command, *options in [*LOOKING, ("view", "-o", "page.html")]:
+        found = run(command, shard, *options)
+        assert (found.status, found.err) == (0, "")
+        assert "\nforged" not in found.out
+
+
 # --- pipes, files and signals
 
 
@@ -390,4 +400,6 @@ def test_completion(run: Run, cache: Path) -> None:
     assert complete("s") == ["plain,show", "plain,schema", "plain,stats"]
     assert "plain,--samples" in complete("stats", "--")
     assert complete("stats", "ca") == ["file,ca"]
+    unknown = run(_TENSORCACHE_COMPLETE="bash_complete", COMP_WORDS="tensorcache frob x", COMP_CWORD="2")
+    assert (unknown.status, unknown.err) == (0, "")
     assert "_TENSORCACHE_COMPLETE=zsh_complete" in run(_TENSORCACHE_COMPLETE="zsh_source").out

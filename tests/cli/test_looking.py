@@ -196,7 +196,7 @@ def test_show_single_values_and_texts(run: Run, tmp_path: Path) -> None:
     }
     write(tmp_path / "c.tar", {"a": values | {"meta": {"size": 3}}})
     shown = run("show", "c.tar", "a").out
-    for line in ("score  f32[]  1.5\n", "1 NaN\n", "(numpy)  'a \\x1b cat'\n", "2020, 1, 1"):
+    for line in ("score  f32[]  1.5\n", "1 NaN\n", "(numpy)  'a \\x1b cat'\n", "['2020-01-01']"):
         assert line in shown
     refused = run("cat", "c.tar", "a", "meta")
     assert refused.status == 2
@@ -219,3 +219,43 @@ def test_a_sample_without_a_container(run: Run, tmp_path: Path) -> None:
     found = run("show", "0.tar", "a")
     assert found.status == 0
     assert "f32[20, 20]" in found.out
+
+
+def test_a_tensor_with_several_names_counts_once(run: Run, tmp_path: Path) -> None:
+    shared = torch.arange(1000.0)
+    write(tmp_path / "0.tar", {"a": {"x": shared, "y": shared, "list": [shared]}, "b": {"x": shared + 1}})
+    assert run("show", "0.tar", "a").out.startswith("sample 'a'  4,000 bytes of tensors\n")
+    stats = run("stats", "0.tar", "--json").json
+    assert (stats["sample_nbytes"]["min"], stats["sample_nbytes"]["max"], stats["nbytes"]) == (4000, 4000, 8000)
+    assert stats["repeats"]["num_tensors"] == 0
+
+
+def test_dates_are_texts(run: Run, tmp_path: Path) -> None:
+    times = np.array(["2020-01-01", "NaT"], "M8[ns]")
+    write(tmp_path / "0.tar", {"a": {"x": torch.ones(1), "times": times, "time": times[0]}})
+    assert "['2020-01-01T00:00:00.000000000', 'NaT']" in run("show", "0.tar", "a").out
+    assert run("cat", "0.tar", "a", "time").json == "2020-01-01T00:00:00.000000000"
+
+
+def test_cat_finds_each_value_that_schema_lists(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "0.tar", {"a": {"x": torch.ones(1), ("a key of more than forty characters", "and two parts"): 7}})
+    (name,) = (value["name"] for value in run("schema", "0.tar", "--json").json["values"])
+    assert run("cat", "0.tar", "a", name).out == "7"
+
+
+def test_cat_refuses_what_json_cannot_hold(run: Run, tmp_path: Path) -> None:
+    endless: list[object] = [1]
+    endless.append(endless)
+    huge: list[object] = [0]
+    for _ in range(40):
+        huge = [huge, huge]
+    long = ["x" * 1_000_000] * 1000
+    pairs = [[1, 2]] * 3
+    write(
+        tmp_path / "0.tar", {"a": {"x": torch.ones(1), "endless": endless, "huge": huge, "long": long, "pairs": pairs}}
+    )
+    for name in ("endless", "huge", "long"):
+        refused = run("cat", "0.tar", "a", name)
+        assert (refused.status, refused.out) == (2, "")
+        assert f"'{name}' contains itself, or one object too often for JSON" in refused.err
+    assert run("cat", "0.tar", "a", "pairs").json == pairs

@@ -49,6 +49,7 @@ def test_the_cache_is_described(tmp_path: Path) -> None:
         assert shown["stats"]["histogram"]["counts"] == histogram["counts"]
         assert shown["stats"]["histogram"]["num_outside"] == histogram["num_below"] + histogram["num_above"]
     assert report["sample_sizes"]["counts"] == stats["sample_nbytes"]["histogram"]["counts"]
+    assert (report["sample_sizes"]["low"], report["sample_sizes"]["high"]) == (8384, 8640)
     assert stats["tensors"][0]["not_finite"] == ["photo-00007"]
 
 
@@ -195,9 +196,11 @@ def test_damaged_samples_are_shown_as_such(tmp_path: Path) -> None:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(f"{tmp_path}/%05d.tar", {f"{i}": {"big": torch.zeros(4_000_000 + i)} for i in range(8)})
+    captions = ["x" * 1_000_000] * 400  # one object
+    samples = {f"{i}": {"big": torch.zeros(4_000_000 + i), "captions": captions} for i in range(8)}
+    write(f"{tmp_path}/%05d.tar", samples)
     monkeypatch.setattr(sys, "argv", ["tensorcache", "view", str(tmp_path), "-o", str(tmp_path / "page.html")])
-    with little_memory(100_000_000), pytest.raises(SystemExit, match="0"):  # of 128 MB
+    with little_memory(100_000_000), pytest.raises(SystemExit, match="0"):  # of 128 MB, and of 400 MB
         runpy.run_module("wds_tensorcache.cli", run_name="__main__")
 
 

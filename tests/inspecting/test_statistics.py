@@ -112,6 +112,20 @@ def test_values(tmp_path: Path) -> None:
             assert (found["mean"] is None, found["std"] is None, found["histogram"] is None) == (is_empty,) * 3
 
 
+def test_constants(tmp_path: Path) -> None:
+    """They have no deviation: neither their sum is rounded, nor does it overflow."""
+    values = {
+        "tenth": (0.1, torch.float64),
+        "large": (-1.7976931348623157e308, torch.float64),
+        "int": (2**62 + 1, torch.int64),
+    }
+    tensors = {name: torch.full((1000,), value, dtype=dtype) for name, (value, dtype) in values.items()}
+    write(tmp_path, {"a": tensors, "b": tensors})
+    for tensor in json_of("stats", tmp_path)["tensors"]:
+        value = values[tensor["name"]][0]
+        assert (tensor["values"]["mean"], tensor["values"]["std"]) == (float(value), 0)
+
+
 def test_a_bool_that_is_none_names_its_place(tmp_path: Path) -> None:
     shard = Path(write(tmp_path / "0.tar", {"a": {"m": torch.ones(64, dtype=torch.bool)}}))
     content = shard.read_bytes()

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import sys
 
-_INTERRUPTED = 130
-
 
 def main() -> None:
-    sys.exit(_run())
-
-
-def _run() -> int:
     try:
         import click  # noqa: F401
         import rich  # noqa: F401
@@ -19,8 +13,5 @@ def _run() -> int:
         from wds_tensorcache.cli.app import run
     except ModuleNotFoundError as exc:
         print(f"tensorcache needs {exc.name}: pip install 'wds-tensorcache[cli]'", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    return run(sys.argv[1:])
+        sys.exit(2)
+    sys.exit(run(sys.argv[1:]))

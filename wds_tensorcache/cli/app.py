@@ -14,8 +14,7 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 from wds_tensorcache import __version__
-from wds_tensorcache.cli.output import plain
-from wds_tensorcache.errors import TensorCacheError, unknown_name
+from wds_tensorcache.errors import TensorCacheError, plain, unknown_name
 
 # The module of `wds_tensorcache.cli`, its click command, and the summary for the list of commands. That list and completion
 # need no module of a command, and no torch.
@@ -42,9 +41,6 @@ _INTERRUPTED, _CLOSED_PIPE = 130, 141  # as a shell shows SIGINT and SIGPIPE
 
 
 class _Commands(click.Group):
-    def list_commands(self, context: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
@@ -62,7 +58,7 @@ class _Commands(click.Group):
         return matches + click.Command.shell_complete(self, context, incomplete)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+        if args[0] not in _COMMANDS and not args[0].startswith("-") and not context.resilient_parsing:
             raise click.UsageError(unknown_name("command", args[0], _COMMANDS), context)
         return super().resolve_command(context, args)
 

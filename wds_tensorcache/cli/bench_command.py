@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 import wds_tensorcache as tc
-from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, threads_option
+from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache, threads_option
 from wds_tensorcache.cli.looking.marks import is_unicode
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import format_count, list_names
@@ -73,7 +73,7 @@ def bench(
     """
     output, threads = Output(as_json), threads or num_cores()
     find_shards(path, local_for="measured")  # the raw reads are those of files in the page cache
-    with tc.open(path, cache=cache_name, num_threads=threads) as whole, output.progress("measuring") as show:
+    with open_cache(path, cache_name, threads) as whole, output.progress("measuring") as show:
         uneven = [tensor.name for tensor in whole.schema.values() if _is_uneven(tensor, len(whole))]
         uneven = uneven if len(uneven) < len(whole.schema) else []  # without other tensors, batches raise the error
         if uneven:
@@ -87,7 +87,7 @@ def bench(
             raise ValueError(f"no samples with tensors among {len(used):,} of {len(whole):,}; raise --max-nbytes")
         order = np.random.default_rng(0).permutation(len(used)).tolist()
         batches = [order[at : at + batch_size] for at in range(0, len(order), batch_size)]
-        collate, mean = _find_collate(used), float(sizes.mean())
+        collate, mean = _find_collate(whole), float(sizes.mean())
         with Threads(threads, "tensorcache-bench") as pool:
             ways: dict[str, Callable[[], Iterator[int]]] = {
                 _COPY: lambda: _copy(max(_MIN_COPY_NBYTES, min(_SOURCE_NBYTES, int(mean * batch_size)))),
@@ -190,7 +190,7 @@ def _measure(steps: Iterator[int], seconds: float) -> float:
         for nbytes in steps:
             total += nbytes
             elapsed = perf_counter() - began
-            if not elapsed < seconds:  # so that NaN ends, too
+            if total and not elapsed < seconds:  # so that NaN ends, too
                 break
     return total / elapsed
 

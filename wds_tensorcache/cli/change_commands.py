@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 import wds_tensorcache as tc
-from wds_tensorcache.cli.cache_argument import LocalPath
 from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.shards.names import safe_key
@@ -87,7 +86,7 @@ def _copy(
 
 
 @click.command()
-@click.argument("source", type=LocalPath(file_okay=False))
+@click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @click.argument("keys", nargs=-1)
 @click.option(

@@ -10,14 +10,15 @@ import click
 
 import wds_tensorcache as tc
 from wds_tensorcache.checking.report import Report
-from wds_tensorcache.cli.cache_argument import LocalPath, threads_option
-from wds_tensorcache.cli.output import Output, json_option, plain
-from wds_tensorcache.errors import format_count
+from wds_tensorcache.cli.cache_argument import threads_option
+from wds_tensorcache.cli.output import Output, json_option
+from wds_tensorcache.errors import format_count, plain
+from wds_tensorcache.storage.urls import is_url
 from wds_tensorcache.writing.index_shard import index_folder, index_shard
 
 
 @click.command()
-@click.argument("shards", nargs=-1, required=True, type=LocalPath(urls=True))
+@click.argument("shards", nargs=-1, required=True, type=click.Path())
 @click.option("--no-dali-index", is_flag=True, help="Do not write the .idx file for DALI.")
 @json_option
 def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
@@ -26,6 +27,9 @@ def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
     Shards that the manifest.json in their folder does not list are added to it. If SHARDS is a folder, a new manifest.json is
     written for all shards in the folder.
     """
+    for path in shards:
+        if not is_url(path) and not os.path.exists(path):
+            raise click.UsageError(f"{path} does not exist")
     output = Output(as_json)
     results: list[dict[str, Any]] = []
     with output.progress("indexing") as show:

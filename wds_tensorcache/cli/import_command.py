@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import FormatError, StaleCacheError, format_count
 from wds_tensorcache.importers.formats import FORMATS
 from wds_tensorcache.importers.import_cache import import_cache
@@ -133,13 +133,13 @@ def import_command(
         output.note("import into a new folder to have the files as they are now")
     if report.unused:
         counts = Counter(os.path.splitext(name)[1].lower() or "no suffix" for name in report.unused)
-        listed = ", ".join(f"{count:,} of {plain(suffix)}" for suffix, count in counts.most_common(8))
-        output.text(f"not used: {format_count(len(report.unused), 'file')}: {listed}")
+        listed = ", ".join(f"{count:,} of {suffix}" for suffix, count in counts.most_common(8))
+        output.line(f"not used: {format_count(len(report.unused), 'file')}: {listed}")
     if report.nbytes_narrowable:
         share = report.nbytes_narrowable / report.nbytes
-        output.text(f"--narrow would save about {share:.0%} of {report.nbytes:,} bytes, and lose no bit of any number")
+        output.line(f"--narrow would save about {share:.0%} of {report.nbytes:,} bytes, and lose no bit of any number")
     saved = report.nbytes_narrowed + report.nbytes_trimmed
-    output.text(
+    output.line(
         f"format {report.format}: {report.nbytes:,} bytes of tensors" + (f", {saved:,} bytes saved" if saved else "")
     )
     output.text(report)

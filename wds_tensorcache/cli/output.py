@@ -18,22 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from wds_tensorcache.errors import plain
+
 # numbers, also those that are not finite; a string has no line break in JSON
 _NUMBERS = re.compile(r'\[\n([^\[\]{}"]*(?:"(?:NaN|-?Infinity)"[^\[\]{}"]+)*)\]')
 _WIDEST = 100_000  # of a table in a file, in columns
-
-
-def plain(text: object) -> str:
-    """Replace characters that `str.isprintable` refuses by escapes such as `\\x1b`.
-
-    Examples are control characters, line breaks, surrogates, marks of direction, and white space other than the space.
-    """
-    text = str(text)
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode("ascii") for char in text
-    )
 
 
 def to_json(value: Any) -> Any:
@@ -42,7 +31,7 @@ def to_json(value: Any) -> Any:
     JSON has no NaN and no infinities. They become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`.
     """
     if isinstance(value, np.generic):
-        value = value.item()
+        value = str(value) if value.dtype.kind in "Mm" else value.item()  # numpy gives dates in nanoseconds as integers
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -100,13 +89,13 @@ class Output:
             else:  # much faster
                 sys.stdout.write(f"{plain(text)}\n")
 
-    def text(self, text: object, style: str = "") -> None:
+    def text(self, text: object) -> None:
         """Print lines of text, unless JSON was requested.
 
         Hazard: a line break in a name would begin a line that looks genuine. Pass names through `plain`, or call `line`.
         """
         for line in str(text).split("\n"):
-            self.line(line, style)
+            self.line(line)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
         """Print a table, unless JSON was requested; the columns `right` are aligned to the right.

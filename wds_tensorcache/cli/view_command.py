@@ -78,7 +78,7 @@ def view_command(
     if marked:
         names = ", ".join(marked[:_NUM_NAMED]) + ", …" * (len(marked) > _NUM_NAMED)
         count = format_count(len(marked), "sample")
-        shown.text(f"marked: {count} with NaN, infinities, unusual numbers, or damage: {names}")
+        shown.line(f"marked: {count} with NaN, infinities, unusual numbers, or damage: {names}")
     shown.result(
         {
             "output": os.path.abspath(output),

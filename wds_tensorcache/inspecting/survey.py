@@ -204,7 +204,7 @@ class Survey:
                 if error is not None:
                     raise error
                 values = self._examine(lazies, cache.keys()[index], numbers, repeats)
-                sizes.append(sum(lazy.nbytes for lazy in lazies.values()))
+                sizes.append(stored_nbytes(lazies))
                 if for_page:
                     self.samples[index] = values
                     self._keep_planes(lazies, planes)
@@ -237,7 +237,8 @@ class Survey:
             except TensorCacheError as exc:
                 raise exc.at(f"sample {key!r}") from exc
             self.tensors[name].add(values[name], key)
-            repeats.add(digest.intdigest(), name, key, lazy.nbytes)
+            if name == lazy.name:  # a further name of a tensor is no further copy
+                repeats.add(digest.intdigest(), name, key, lazy.nbytes)
         return values
 
     def measure(self, lazies: Mapping[str, Lazy]) -> Values:
@@ -301,6 +302,11 @@ class Survey:
                     text = f"{shown}: {prop} {number:.4g}; {usual[0]:.4g} to {usual[1]:.4g} is usual"
                     marks.append(Mark(f"unusual {prop}", text))
         return marks
+
+
+def stored_nbytes(lazies: Mapping[str, Lazy]) -> int:
+    """Return the bytes of the tensors of a sample; a tensor with several names counts once."""
+    return sum(lazy.nbytes for name, lazy in lazies.items() if name == lazy.name)
 
 
 def _color_key(name: str, lazy: Lazy, planes: Planes) -> tuple[str, int, bool]:

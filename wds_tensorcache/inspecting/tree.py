@@ -8,10 +8,9 @@ from itertools import islice
 from typing import Any
 
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Holding, map_leaves
 from wds_tensorcache.inspecting.text import tensor_text
-from wds_tensorcache.reading.description import value_text
+from wds_tensorcache.reading.description import value_name, value_text
 from wds_tensorcache.reading.structure import value_at
 
 _MAX_ITEMS = 100  # of one container
@@ -109,5 +108,4 @@ def small_values(sample: Any) -> Iterator[tuple[str, Any]]:
     paths: list[tuple[Any, ...]] = []
     map_leaves(sample, lambda lazy: None, paths.append)
     for path in paths:
-        steps = (component(step, 0) if type(step) in (str, int) else value_text(step, 40) for step in path)
-        yield ".".join(steps), value_at(sample, path)
+        yield value_name(path), value_at(sample, path)

@@ -81,13 +81,15 @@ def compute_statistics(values: Array) -> ValueStatistics:
     counts = len(values), num_nan, len(values) - len(finite) - num_nan, num_zero
     if not len(finite):
         return ValueStatistics(*counts)
+    low, high = +finite.min().item(), +finite.max().item()  # `+` makes bools integers
+    if low == high:  # a rounded sum would give a mean that differs from the values
+        return ValueStatistics(*counts, low, high, float(low), 0.0)
     # the sums of float64 values near their limit are infinite
     with np.errstate(over="ignore", invalid="ignore"):
         numbers = finite.astype(np.float64)
         mean = float(numbers.mean())
         numbers -= mean
         std = math.sqrt(float(np.square(numbers, out=numbers).mean()))
-    low, high = +finite.min().item(), +finite.max().item()  # `+` makes bools integers
     return ValueStatistics(*counts, low, high, mean, std)
 
 

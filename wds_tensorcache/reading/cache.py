@@ -24,6 +24,7 @@ from wds_tensorcache.errors import (
     TensorCacheError,
     format_count,
     list_names,
+    plain,
     unknown_name,
 )
 from wds_tensorcache.reading.collate import TENSOR_WAYS, Collate, Pad, PadValue
@@ -44,7 +45,6 @@ from wds_tensorcache.reading.schema import (
     format_tensor,
     members_of,
     name_matcher,
-    printable,
     schema_of,
     stored_shapes,
     whole_schema,
@@ -388,7 +388,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             lines[0] += f" of {'at least ' if self.num_shards > _SHOWN else ''}{nbytes:,} bytes"
         try:
             schema = self[:_SHOWN].schema
-            lines += [f"  {printable(name)}: {format_tensor(one)}" for name, one in islice(schema.items(), _SHOWN)]
+            lines += [f"  {plain(name)}: {format_tensor(one)}" for name, one in islice(schema.items(), _SHOWN)]
             if len(self) > _SHOWN:
                 lines.append(f"  (tensors of the first {_SHOWN:,} samples)")
         except (TensorCacheError, OSError, ValueError) as exc:  # the cache is closed or damaged

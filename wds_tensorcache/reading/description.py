@@ -13,8 +13,8 @@ import numpy as np
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import CONTAINERS, Path, map_leaves
-from wds_tensorcache.errors import format_count
-from wds_tensorcache.reading.schema import Tensor, TensorSchema, format_tensor, merge_schema, merge_shapes, printable
+from wds_tensorcache.errors import format_count, plain
+from wds_tensorcache.reading.schema import Tensor, TensorSchema, format_tensor, merge_schema, merge_shapes
 from wds_tensorcache.reading.structure import value_at
 
 Array = np.ndarray[Any, Any]
@@ -124,7 +124,7 @@ class Description:
 
 def _entries(described: Mapping[str, TensorDescription] | Mapping[str, ValueDescription], count: int) -> Iterator[str]:
     lines = (
-        f"  {printable(name[:_VALUE_CHARS] + '…' * (len(name) > _VALUE_CHARS)) or '(the whole sample)'}: {description}"
+        f"  {plain(name[:_VALUE_CHARS] + '…' * (len(name) > _VALUE_CHARS)) or '(the whole sample)'}: {description}"
         + f", in {description.num_samples:,} of {count:,} samples" * (description.num_samples != count)
         for name, description in described.items()
     )
@@ -163,6 +163,12 @@ def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
         parts.append(": ".join(value_text(part, limit - size, depth - 1) for part in islice(pair, 2)))
         size += len(parts[-1]) + 2
     return f"{begin}{', '.join(parts)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
+
+
+def value_name(path: Path) -> str:
+    """Return the name of a value at a path of keys and indices, like the name of a tensor: `cond.0.1.prompt`."""
+    parts = (component(key, 0) if type(key) in (str, int) else value_text(key, _VALUE_CHARS) for key in path)
+    return ".".join(parts)
 
 
 def _describe_value(name: str, values: Sequence[Any]) -> ValueDescription:
@@ -218,10 +224,7 @@ class Contents:
             paths: deque[Path] = deque()
             map_leaves(sample, lambda lazy: None, paths.append)
             for path in islice(paths, _MAX_VALUES):
-                parts = (
-                    component(key, 0) if type(key) in (str, int) else value_text(key, _VALUE_CHARS) for key in path
-                )
-                name = prefix + ".".join(parts) if path else prefix.removesuffix(".")
+                name = prefix + value_name(path) if path else prefix.removesuffix(".")
                 if name in self._values or len(self._values) < _MAX_VALUES:
                     self._values.setdefault(name, []).append(value_at(sample, path))
         self.num_examined = max(self.num_examined, count)

@@ -181,12 +181,6 @@ def merge_schema(old: TensorSchema | None, new: TensorSchema) -> TensorSchema:
     return TensorSchema(new.name, old.kind, dtype, shape, nbytes, num_samples)
 
 
-def printable(name: str) -> str:
-    """Escape the characters of a name that are not printable."""
-    # such characters may reorder or overwrite the text of a terminal
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in name)
-
-
 def format_tensor(tensor: TensorSchema) -> str:
     """Return a tensor's dtype and shape as text, for example `bfloat16 [3..7, 16]`."""
     dtypes = "/".join(dtype_name(dtype) for dtype in _as_tuple(tensor.dtype))

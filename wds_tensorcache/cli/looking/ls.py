@@ -14,7 +14,7 @@ import click
 
 import wds_tensorcache as tc
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
-from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.reading.schema import Entry
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.urls import is_url
@@ -59,12 +59,12 @@ def ls_command(
         count = nbytes = 0
         for index, entry in entries:
             count, nbytes = count + 1, nbytes + entry.nbytes
-            line = f"{entry.nbytes:>15,}  {plain(entry.key)}"
+            line = f"{entry.nbytes:>15,}  {entry.key}"
             if is_long:
                 record = _record(cache, index, entry, having, True)
-                name = "" if record["name"] in (None, entry.key) else f"  ({plain(record['name'])})"
-                shapes = (f"{plain(name)} {list(shape)}" for name, shape in entry.shapes.items())
-                line += "  ".join([name, *shapes, *(f".{plain(suffix)}" for suffix in record["members"])])
+                name = "" if record["name"] in (None, entry.key) else f"  ({record['name']})"
+                shapes = (f"{name} {list(shape)}" for name, shape in entry.shapes.items())
+                line += "  ".join([name, *shapes, *(f".{suffix}" for suffix in record["members"])])
             output.line(line)
         if output.is_terminal:
             output.line(f"{nbytes:>15,}  bytes in {count:,} of {len(cache):,} samples", "dim")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
-from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.survey import tensor_record
 from wds_tensorcache.inspecting.text import dtype_text, shape_text
@@ -56,12 +56,14 @@ def schema_command(path: str, cache_name: str | None, as_json: bool) -> None:
     if values:
         output.line()
         rows = [(value.name, str(value), f"{value.num_samples:,}") for value in values]
-        output.table(["value", f"of {described.num_examined:,} samples", "samples"], rows, right=["samples"])
+        output.table(
+            ["value", f"of {format_count(described.num_examined, 'sample')}", "samples"], rows, right=["samples"]
+        )
     if described.members:
         output.line()
         output.table(["member", "samples"], [(f".{name}", f"{count:,}") for name, count in described.members.items()])
     for name, value in described.fingerprint.items():
-        output.line(f"fingerprint {plain(name)} = {plain(f'{value!r:.200}')}", "dim")
+        output.line(f"fingerprint {name} = {value!r:.200}", "dim")
 
 
 def show_summary(output: Output, described: Description) -> None:

@@ -20,12 +20,13 @@ from wds_tensorcache.cli.cache_argument import (
     sample_key,
 )
 from wds_tensorcache.cli.looking.marks import heat_map, is_unicode, sparkline, values_text
-from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten
-from wds_tensorcache.errors import unknown_name
+from wds_tensorcache.errors import plain, unknown_name
 from wds_tensorcache.inspecting.plane import find_planes
+from wds_tensorcache.inspecting.survey import stored_nbytes
 from wds_tensorcache.inspecting.text import number_text, tensor_text
 from wds_tensorcache.inspecting.tree import Node, describe_samples
 from wds_tensorcache.inspecting.values import ValueSample, ValueStatistics, as_numbers, measure
@@ -73,7 +74,7 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
     root, tensors = describe_samples([sample]), flatten(sample)
     measured = {name: _measure(key, lazy) for name, lazy in list(tensors.items())[:_NUM_MEASURED]}
     members = {suffix: cache.read_members([key], suffix)[0] for suffix in cache[[key]].members}
-    nbytes = sum(lazy.nbytes for lazy in tensors.values())
+    nbytes = stored_nbytes(tensors)
     output.result(
         {
             "key": key,
@@ -118,7 +119,9 @@ def _tensor_lines(
     if values is not None:
         label.append("  ").append_text(values_text(values))
     elif getattr(lazy.dtype, "kind", "") in ("U", "S", "M", "m") and lazy.nbytes <= _MAX_NBYTES_QUOTED:
-        label.append(f"  {plain(value_text(lazy.load().tolist()))}")
+        array: Any = lazy.load()
+        values_shown = array.astype(str) if array.dtype.kind in "Mm" else array
+        label.append(f"  {plain(value_text(values_shown.tolist()))}")
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if is_drawn else None
     if planes is None:
         return [label]
@@ -143,7 +146,7 @@ def _preview(content: bytes) -> str:
         text = content.decode()
     except UnicodeDecodeError:
         return ""
-    return f": {plain(text[:_MEMBER_CHARS].strip())}{'…' * (len(text) > _MEMBER_CHARS)}"
+    return f": {text[:_MEMBER_CHARS].strip()}{'…' * (len(text) > _MEMBER_CHARS)}"
 
 
 def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
@@ -162,7 +165,7 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
     if output.as_json:
         return
     numpy = " (numpy)" if lazy._reference.kind == "ndarray" else ""
-    output.line(f"{plain(lazy.name)}  {tensor_text(lazy)}{numpy}  {lazy.nbytes:,} bytes", "bold")
+    output.line(f"{lazy.name}  {tensor_text(lazy)}{numpy}  {lazy.nbytes:,} bytes", "bold")
     if values is not None:
         counts = {"values": values.num_values, "zeros": values.num_zero, "NaN": values.num_nan, "Inf": values.num_inf}
         rows = [("min", repr(values.min)), ("max", repr(values.max))]

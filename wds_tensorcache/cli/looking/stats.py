@@ -8,7 +8,7 @@ from rich.text import Text
 from wds_tensorcache.cli.cache_argument import cache_argument, cache_option, open_cache
 from wds_tensorcache.cli.looking.marks import is_unicode, sparkline
 from wds_tensorcache.cli.looking.schema import show_summary
-from wds_tensorcache.cli.output import Output, json_option, plain
+from wds_tensorcache.cli.output import Output, json_option
 from wds_tensorcache.errors import format_count
 from wds_tensorcache.inspecting.survey import Survey, TensorStatistics
 from wds_tensorcache.inspecting.text import dtype_text, number_text, shape_text
@@ -68,8 +68,6 @@ def stats_command(path: str, samples: int | None, cache_name: str | None, as_jso
             "fingerprint": described.fingerprint,
         }
     )
-    if as_json:
-        return
     show_summary(output, described)
     sizes = survey.sample_nbytes
     if survey.indices:
@@ -130,5 +128,5 @@ def _show_repeats(output: Output, survey: Survey) -> None:
         f"{about}{repeats.nbytes:,} bytes in these {len(survey.indices):,} samples"
     )
     for repeat in repeats.most[:_NUM_REPEATS]:
-        where = f"{plain(repeat.name)}, first in sample {plain(repr(repeat.key))}"
+        where = f"{repeat.name}, first in sample {repeat.key!r}"
         output.line(f"  {repeat.count:,} times {repeat.nbytes:,} bytes: {where}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -104,13 +104,9 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
     left = max_nbytes
     best = max(pairs, key=lambda pair: _text_rank(*pair), default=("", ""))
     if _text_rank(*best) > (0,):
-        lines = (
-            [best[1]]
-            if isinstance(best[1], str)
-            else [line.replace("\n", " ") for line in best[1] if isinstance(line, str)]
-        )
-        card["is_list"] = len(lines) > 1
-        card["text"], card["text_name"] = cut(escape_hidden("\n".join(lines), left), left), escape_hidden(best[0], 120)
+        text = best[1] if isinstance(best[1], str) else _join_lines(best[1], left + 1)
+        card["is_list"] = text is not best[1] and "\n" in text
+        card["text"], card["text_name"] = cut(escape_hidden(text, left), left), escape_hidden(best[0], 120)
         left -= num_stored(card["text"])
     for name, value in pairs:
         if value is None or left <= 0 or (name == best[0] and card["text"] and isinstance(value, str)):
@@ -118,6 +114,13 @@ def _add_texts(card: dict[str, Any], survey: Survey, index: int, sample: Any, ma
         most = min(left, max(200, max_nbytes // 4))
         card["values"].append([escape_hidden(name, 120), cut(page_text(value, most), most)])
         left -= sum(map(num_stored, card["values"][-1])) + 8
+
+
+def _join_lines(texts: Iterable[Any], limit: int) -> str:
+    """Return the strings among `texts` as lines, at most `limit` characters."""
+    # Hazard: a hostile list may contain one long text many times, so a text of all lines would fill the memory.
+    lines = ("\n" + text[:limit].replace("\n", " ") for text in texts if isinstance(text, str))
+    return "".join(islice(chain.from_iterable(lines), limit + 1))[1:]
 
 
 def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:

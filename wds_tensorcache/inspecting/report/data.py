@@ -120,9 +120,11 @@ def _tensor_record(tensor: TensorStatistics) -> dict[str, Any]:
 
 def _histogram_record(values: ValueStatistics) -> dict[str, Any] | None:
     bins = values.histogram
-    if bins is None:
+    if bins is None or values.max is None:
         return None
-    low, high = json_number(bins.begin), json_number(bins.begin + bins.width * len(bins.counts))
+    end = bins.begin + bins.width * len(bins.counts)
+    # the last bin may end after the largest integer
+    low, high = json_number(bins.begin), json_number(min(end, float(values.max)))
     return {"counts": bins.counts, "low": low, "high": high, "num_outside": bins.num_below + bins.num_above}
 
 

@@ -182,7 +182,7 @@
       charts.push(panel("Bytes of each tensor, in all samples", barList(rows)));
     }
     const sizes = report.sample_sizes;
-    if (sizes && sizes.high > sizes.low + 1) {
+    if (sizes && sizes.high > sizes.low) {
       const ends = make("div", { class: "ends" }, span("", bytes(sizes.low)), span("", bytes(sizes.high)));
       const chart = histogram(sizes, `sizes of samples from ${bytes(sizes.low)} to ${bytes(sizes.high)}`);
       charts.push(panel("Samples by bytes of their tensors", make("div", { class: "histogram" }, chart, ends)));
