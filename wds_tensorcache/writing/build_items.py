@@ -109,7 +109,8 @@ class Items(Dataset[Item]):
             raise TypeError(f"a {kind} cannot be a dataset of items; {remedy}")
         if not is_map and num_workers:
             raise ValueError(f"{kind} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
-        if keys is None and isinstance(items, Cache):
+        # Hazard: the keys of a SharedDataset, which has no shards, are positions, and items may move.
+        if keys is None and isinstance(items, Cache) and any(items._paths()):
             keys = items.keys()
         self._is_fixed = isinstance(keys, str) and keys == "position"
         keys = None if self._is_fixed else keys
@@ -320,12 +321,10 @@ def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str],
     for item in batch:
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)
-        if not key:
-            yield item
-            continue
-        if item.key in seen:
-            raise _repeated_key(item.key)
-        seen.add(item.key)
+        if key in seen:
+            raise _repeated_key(key)
+        if key:  # `""` if the item could not be read
+            seen.add(key)
         yield item
 
 
