@@ -213,6 +213,15 @@ def test_a_shard_that_a_part_of_a_copy_has_replaced(tmp_path: Path, part: str) -
     assert tc.verify(folder).faults == report.faults
 
 
+def test_a_copy_that_has_no_index(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    path = write(folder, 5, per_shard=3, footer=False)
+    shutil.copy(path, folder / "000001.tar")
+    report = tc.repair(folder, tmp_path / "out")
+    assert (report.num_lost, report.num_samples_written) == (2, 3)
+    assert list(tc.open(tmp_path / "out").keys()) == ["000", "001", "002"]
+
+
 def test_shards_that_have_changed_places_are_no_copies(tmp_path: Path) -> None:
     """Also if one of them has lost its index."""
     folder = tmp_path / "a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -126,6 +127,11 @@ def prepare(folder: Path, before: str) -> Path:
     path = write(folder, 4, per_shard=2, footer=before == "damaged")
     if before == "damaged":
         flip(path, path.stat().st_size - 9)
+    elif before == "deleted":  # the manifest has the digest of an index that no longer exists
+        tc.write_index(path, dali_index=False)
+        Path(f"{path}.index").unlink()
+        manifest = folder / "manifest.json"
+        manifest.write_text(re.sub('"index": "[0-9a-f]+"', f'"index": "{0:016x}"', manifest.read_text()))
     elif before == "sidecar":
         tc.write_index(path, dali_index=False)
     elif before == "stale":
@@ -136,7 +142,7 @@ def prepare(folder: Path, before: str) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("before", ["nothing", "sidecar", "damaged", "stale"])
+@pytest.mark.parametrize("before", ["nothing", "sidecar", "damaged", "deleted", "stale"])
 def test_killed_anywhere(tmp_path: Path, before: str) -> None:
     name = prepare(tmp_path / "before", before).name
     number, done = 0, False

@@ -169,6 +169,20 @@ def test_a_position_is_not_compared(tmp_path: Path) -> None:
         build(ITEMS[:40], tmp_path, keys="position")
 
 
+def test_the_keys_of_a_shared_dataset_are_positions(tmp_path: Path) -> None:
+    with tc.SharedDataset(ITEMS, "before", directory=tmp_path) as shared:
+        build(shared, tmp_path / "a").close()
+    with (
+        tc.SharedDataset([99, *ITEMS], "after", directory=tmp_path) as shared,
+        pytest.raises(tc.StaleCacheError, match="item 0 is not the one"),
+    ):
+        build(shared, tmp_path / "a")
+    named = [{"__key__": "b", "x": 1}, {"__key__": "a", "x": 2}]
+    with tc.SharedDataset(named, "named", directory=tmp_path) as shared:
+        built = build(shared, tmp_path / "b", lambda items: [{"x": item["x"]} for item in items])
+    assert list(built.keys()) == ["b", "a"]
+
+
 def test_a_build_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     """Shards whose indexes another tool has written have no digests."""
     build(ITEMS, tmp_path / "a").close()

@@ -252,7 +252,7 @@ class _Manifest:
         with suppress(OSError, FormatError):  # then its faults are in the report
             digest = stored_digest(checked.path)
         self._check_copy(checked, entry, digest)
-        if entry is None or entry.digest not in (None, digest):
+        if entry is None or entry.digest not in (None, digest) or entry.nbytes != checked.nbytes:
             self._unlike[checked.path] = checked
         if entry is None or checked.copy_of is not None:
             return

@@ -246,9 +246,10 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
                 "shards, or build into another folder"
             )
+    # a damaged list of failures is an error before the writer locks the folder
+    failures = job.open_failures(files, names)
     sink = ShardWriter(str(pattern), resume=True, **job.options)
     seen: set[str] = set()
-    failures = job.open_failures(files, names)
     batches = _missing(job, sink.finished, folder, seen, failures)
     compute(job, batches, sink, failures, sink.finished.indexes.values())
     # at a url, no lock refuses ranks of another world size that run at the same time

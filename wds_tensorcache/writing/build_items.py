@@ -109,7 +109,8 @@ class Items(Dataset[Item]):
             raise TypeError(f"a {kind} cannot be a dataset of items; {remedy}")
         if not is_map and num_workers:
             raise ValueError(f"{kind} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
-        if keys is None and isinstance(items, Cache):
+        # Hazard: the keys of a SharedDataset, which has no shards, are positions, and items may move.
+        if keys is None and isinstance(items, Cache) and any(items._paths()):
             keys = items.keys()
         self._is_fixed = isinstance(keys, str) and keys == "position"
         keys = None if self._is_fixed else keys
@@ -124,7 +125,6 @@ class Items(Dataset[Item]):
         self._items, self._keys, self._digest, self.is_map = items, keys, digest, is_map
         self.batch_size = min(batch_size, sys.maxsize)  # the limit of itertools
         self._num_workers, self.has_digests = num_workers, digest is not None
-        self.are_numbered = keys is None
         self._has_key: bool | None = None  # whether items have a `__key__`; None until an item was read
         self.compares = keys is None and not self._is_fixed and digest is None
         self.of_other_ranks: list[Item] = []
@@ -133,6 +133,11 @@ class Items(Dataset[Item]):
         self.records = records  # an item that cannot be read gets a `failure`, and no error is raised
         self._count, self.num_all = count or 0, (count or 0) if is_map else 0
         self.num_items = None if count is None else sum(map(len, self._own_batches()))
+
+    @property
+    def are_numbered(self) -> bool:
+        # Hazard: a `__key__` may look like the number of another item. A rank without items does not know their keys.
+        return self._keys is None and (self._is_fixed or self._has_key is False or not self.num_all)
 
     def is_own(self, number: int) -> bool:
         group, place = divmod(number // self.batch_size, self.world_size)
@@ -162,14 +167,9 @@ class Items(Dataset[Item]):
                             fault = f"item {item.key!r} {'has' if has_key else 'lacks'} a '__key__'"
                             raise ValueError(f"{fault}, unlike the items before it: pass keys=")
                         self._has_key = has_key
-                # Hazard: a `__key__` may look like the number of another item.
-                self.are_numbered = self._has_key is False
                 if self.are_numbered:
                     batch = [replace(item, key=number_text(item.number)) if item.failure else item for item in batch]
             yield batch
-        if self._keys is None and not self._is_fixed and self.num_all:
-            # a rank without items of its own does not know their keys
-            self.are_numbered = self._has_key is False
 
     def read(self, numbers: list[int]) -> Iterator[Item]:
         num_workers = min(len(numbers), self._num_workers)
@@ -320,12 +320,10 @@ def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str],
     for item in batch:
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)
-        if not key:
-            yield item
-            continue
-        if item.key in seen:
-            raise _repeated_key(item.key)
-        seen.add(item.key)
+        if key in seen:
+            raise _repeated_key(key)
+        if key:  # `""` if the item could not be read
+            seen.add(key)
         yield item
 
 

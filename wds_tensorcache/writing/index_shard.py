@@ -109,7 +109,7 @@ def index_shard(
         with locked_folder(folder.path or os.curdir):
             pass  # a folder that another process keeps locked is refused before anything is written
     # A kill between the two files must not leave the digest of an older index in the manifest.
-    if url is not None and older not in (None, sidecar):
+    if url is not None and manifest.entries[url].digest is not None and older != sidecar:
         list_shard(ShardEntry(url, len(index.keys), file.nbytes))
     folder.write(sidecar_path(name), sidecar)
     if not is_remote:

@@ -159,14 +159,14 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
     The keys of the rank's items are added to `keys`.
     """
     changes: _Changes = {}
+    folder = folder_of(pattern.folder, job.options.get("fsync", True))
+    failures = job.open_failures(folder, folder.names())
     sink = ShardWriter(str(pattern), resume=True, **job.options)
     finished, ages = sink.finished, pattern.shards_by_age()
     indexes = {path: finished.indexes[path] for _, path in ages if path in finished.indexes}
     # with numbers after the shards of all ranks, also of other world sizes, the newest sample of a key is the last
     sink._number = 1 + max((number for number, _ in ages), default=-1)
     batches = _stale(job, old, FinishedShards(indexes, finished.files), pattern, keys, changes)
-    folder = folder_of(pattern.folder, job.options.get("fsync", True))
-    failures = job.open_failures(folder, folder.names())
     compute(job, batches, sink, failures, (*old.shards.indexes.values(), *indexes.values()))
     for path, index in old.shards.indexes.items():
         changes |= {(path, row): None for row, key in enumerate(index.keys) if key not in keys}
