@@ -650,7 +650,9 @@ class _Rest(Structures):
             kept = empty_like(sample)
         for patterns in self._alternatives.patterns.values():
             for place, key in _places(kept, patterns):
-                if place[key] is None:
+                item = place[key]
+                items = item.values() if type(item) in DICTS else item if type(item) in SEQUENCES else (item,)
+                if all(alternative is None for alternative in items):
                     del place[key]
         return kept
 
@@ -694,7 +696,8 @@ def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, An
     """Yield dict and key for each value that may be an alternative, and for each container of alternatives."""
     for pattern in patterns:
         for place, key, _ in list(_find(sample, pattern.removesuffix(".*"))):
-            if type(place) in DICTS and (pattern.endswith(".*") or type(place[key]) not in DICTS):
+            # the caller may have deleted the key of a dict that occurs twice
+            if type(place) in DICTS and key in place and (pattern.endswith(".*") or type(place[key]) not in DICTS):
                 yield place, key
 
 

@@ -246,7 +246,7 @@ class JoinedCache(Cache[_Sample]):
         patterns = as_patterns(patterns)
         whole = [[prefix + name for name in cache.schema] for prefix, cache in self._prefixed()]
         all_names = list(chain.from_iterable(whole))
-        if (unknown := find_unknown(patterns, all_names)) is not None:
+        if all_names and (unknown := find_unknown(patterns, all_names)) is not None:
             raise KeyError(unknown_name("tensor", unknown, all_names))
         views, matches = [], name_matcher(with_trees(patterns))
         for (prefix, cache), names in zip(self._prefixed(), whole, strict=True):

@@ -82,18 +82,24 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
     return result
 
 
-def drop_none(sample: Any, name: str) -> None:
-    """Remove, in place, the None that a dict of the sample has where other samples have the tensor `name`."""
+def drop_none(sample: Any, whole: Any, name: str) -> None:
+    """Remove, in place, the None that a dict of the sample has where other samples have the tensor `name`.
+
+    `whole` is the sample with all its tensors, because a name may contain the position of a key in its dict.
+    """
     *path, last = name.split(".")
     for part in path:
-        if type(sample) in DICTS:
-            sample = next((item for at, (key, item) in enumerate(sample.items()) if component(key, at) == part), None)
-        else:
-            is_there = type(sample) in SEQUENCES and part.isdecimal() and int(part) < len(sample)
-            sample = sample[int(part)] if is_there else None
-    if type(sample) in DICTS:
-        for key in [key for at, key in enumerate(sample) if sample[key] is None and component(key, at) == last]:
-            del sample[key]
+        step: Any = _NOTHING
+        if type(whole) in DICTS:
+            step = next((key for at, key in enumerate(whole) if component(key, at) == part), _NOTHING)
+        elif type(whole) in SEQUENCES and part.isdecimal() and int(part) < len(whole):
+            step = int(part)
+        if step is _NOTHING or isinstance(whole[step], Lazy):
+            return
+        sample, whole = sample[step], whole[step]
+    if type(whole) in DICTS:
+        for key in [key for at, key in enumerate(whole) if whole[key] is None and component(key, at) == last]:
+            sample.pop(key, None)  # a dict that occurs twice has lost it before
 
 
 def put(sample: Any, name: str, value: Any) -> None:

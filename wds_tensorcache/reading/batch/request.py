@@ -98,10 +98,10 @@ class Structures:
         """Return a sample with only its selected tensors, and without None in place of the tensors `optional`."""
         if self.wanted is None:
             return sample
-        sample = project(sample, self.wanted)
+        selected = project(sample, self.wanted)
         for name in self.optional:
-            drop_none(sample, name)
-        return sample
+            drop_none(selected, sample, name)
+        return selected
 
     def comparable(self, sample: Any) -> Any:
         """Return a sample without the values that need not be alike in a batch."""
