@@ -318,6 +318,16 @@ def test_a_list_with_none_among_the_alternatives(rows: list[int], name: str, tmp
         assert samples == [{"id": i, name: torch.tensor([i])} for i in rows]
 
 
+def test_names_that_are_alternatives_of_each_other(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, [{"a": torch.tensor([i]), "b": torch.tensor([-i])} for i in range(2)])) as cache:
+        for batch in (
+            cache.read_batch([0, 1], choose={"a": "b", "b": "a"}),
+            *tc.Loader(cache, 2, choose={"a": "b", "b": "a"}),
+        ):
+            assert batch["a"].tolist() == [[0], [-1]]
+            assert batch["b"].tolist() == [[0], [1]]
+
+
 def test_a_dict_in_two_places(tmp_path: Path) -> None:
     texts = {"captions": ["a", "b"]}
     sample = {"first": texts, "second": texts, "x": torch.ones(1)}

@@ -481,8 +481,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return result
 
     @abstractmethod
-    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
-        """Yield an `Entry` for each sample; `selected` leaves out the shapes of tensors that are not selected."""
+    def _entries(self) -> Iterator[Entry]:
+        """Yield an `Entry` for each sample, with the shapes of all its tensors."""
 
     @abstractmethod
     def _collect(self, contents: Contents, prefix: str = "") -> None:
@@ -636,8 +636,8 @@ class TensorCache(Cache[_Sample]):
     def _single_threaded(self) -> TensorCache[_Sample]:
         return TensorCache(self._store.single_threaded(), self._order, *self._selection)
 
-    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
-        return entries(self._store, self._where, self._wanted if selected else None)
+    def _entries(self) -> Iterator[Entry]:
+        return entries(self._store, self._where)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
         from wds_tensorcache.reading.description import NUM_EXAMINED

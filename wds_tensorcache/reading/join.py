@@ -403,8 +403,8 @@ class JoinedCache(Cache[_Sample]):
         # with `keys=`, other caches have other keys
         return next((name for cache, name in names if name is not None and cache.keys()[number] == key), None)
 
-    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
-        for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):
+    def _entries(self) -> Iterator[Entry]:
+        for parts in zip(*(cache._entries() for cache in self._caches), strict=True):
             named = zip(self._prefixes, parts, strict=True)
             shapes = {prefix + name: shape for prefix, part in named for name, shape in part.shapes.items()}
             yield make_entry(parts[0].key, sum(part.nbytes for part in parts), shapes)

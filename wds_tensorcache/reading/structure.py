@@ -82,6 +82,13 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
     return result
 
 
+def steps_of(container: Any) -> dict[str, Any]:
+    """Return the keys or indices of a container, by their components in names; {} for any other value."""
+    if isinstance(container, dict):
+        return {component(key, at): key for at, key in enumerate(container)}
+    return {str(at): at for at in range(len(container))} if isinstance(container, SEQUENCES) else {}
+
+
 def drop_none(sample: Any, whole: Any, name: str) -> None:
     """Remove, in place, the None that a dict of the sample has where other samples have the tensor `name`.
 
@@ -89,14 +96,10 @@ def drop_none(sample: Any, whole: Any, name: str) -> None:
     """
     *path, last = name.split(".")
     for part in path:
-        step: Any = _NOTHING
-        if type(whole) in DICTS:
-            step = next((key for at, key in enumerate(whole) if component(key, at) == part), _NOTHING)
-        elif type(whole) in SEQUENCES and part.isdecimal() and int(part) < len(whole):
-            step = int(part)
-        if step is _NOTHING or isinstance(whole[step], Lazy):
+        steps = steps_of(whole)
+        if part not in steps or isinstance(whole[steps[part]], Lazy):
             return
-        sample, whole = sample[step], whole[step]
+        sample, whole = sample[steps[part]], whole[steps[part]]
     if type(whole) in DICTS:
         for key in [key for at, key in enumerate(whole) if whole[key] is None and component(key, at) == last]:
             sample.pop(key, None)  # a dict that occurs twice has lost it before
