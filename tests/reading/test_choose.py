@@ -306,6 +306,37 @@ def test_other_tensors_may_be_lacking(masked: Any, rows: list[int], joins: bool)
     assert {*map(tuple, names)} == {("mask", "more", "image", "caption")}
 
 
+@pytest.mark.parametrize("rows", [[0, 1], [1, 0], [1]])
+@pytest.mark.parametrize("name", ["captions", "text"])
+def test_a_list_with_none_among_the_alternatives(rows: list[int], name: str, tmp_path: Path) -> None:
+    captions = [[torch.tensor([0])], [None, torch.tensor([1])]]
+    with tc.open(write(tmp_path, [{"captions": tensors, "id": i} for i, tensors in enumerate(captions)])) as cache:
+        batch = cache.read_batch(rows, choose={name: "captions.*"})
+        assert set(batch) == {"id", name}
+        assert batch[name].flatten().tolist() == rows
+        samples = cache.read_batch(rows, choose={name: "captions.*"}, collate=lambda samples: samples)
+        assert samples == [{"id": i, name: torch.tensor([i])} for i in rows]
+
+
+def test_names_that_are_alternatives_of_each_other(tmp_path: Path) -> None:
+    with tc.open(write(tmp_path, [{"a": torch.tensor([i]), "b": torch.tensor([-i])} for i in range(2)])) as cache:
+        for batch in (
+            cache.read_batch([0, 1], choose={"a": "b", "b": "a"}),
+            *tc.Loader(cache, 2, choose={"a": "b", "b": "a"}),
+        ):
+            assert batch["a"].tolist() == [[0], [-1]]
+            assert batch["b"].tolist() == [[0], [1]]
+
+
+def test_a_dict_in_two_places(tmp_path: Path) -> None:
+    texts = {"captions": ["a", "b"]}
+    sample = {"first": texts, "second": texts, "x": torch.ones(1)}
+    with tc.open(write(tmp_path, [sample] * 2)) as cache:
+        batch = cache.read_batch([0, 1], choose={"text": "*.captions.*"}, choices={"text": [1, 2]})
+        assert batch["text"].tolist() == ["b", "a"]
+        assert set(batch) == {"first", "second", "x", "text"}
+
+
 def test_optional_tensors_that_are_chosen_together(tmp_path: Path) -> None:
     """A flipped image goes with the flipped mask, or with None if the sample has no mask."""
 

@@ -89,6 +89,7 @@ def test_select(joined: Any, named: Any) -> None:
     assert list(named.select("latents.*")[0]["texts"]) == ["prompt"]
     with pytest.raises(KeyError, match="unknown tensor 'nothing'; there are 'latent.samples', "):
         joined.select(["pooled", "nothing"])
+    assert len(joined[:0].select(["pooled"])) == 0
 
 
 def test_batches(joined: Any, named: Any) -> None:

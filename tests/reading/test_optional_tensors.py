@@ -244,6 +244,16 @@ def test_names_of_tensors_that_a_batch_lacks(tmp_path: Path, opens: Any) -> None
         cache.read_batch([0], collate={"x": "list"}, choose={"z": ["x", "y"]})
 
 
+def test_none_under_other_keys_than_text(tmp_path: Path) -> None:
+    """Names have the positions of such keys. `select` drops the None of a tensor, and keeps the None of a value."""
+    samples = [{"steps": {0.1: torch.ones(1), 0.5: None, 0.9: None}, "x": 0}]
+    samples.append({"steps": {0.1: None, 0.5: 3, 0.9: torch.ones(1)}, "x": 1})
+    with tc.open(write(tmp_path, samples)) as cache:
+        view = cache.select([])
+        assert list(view) == [{"steps": {0.5: None}, "x": 0}, {"steps": {0.5: 3}, "x": 1}]
+        assert view.read_batch([0, 1])["steps"] == {0.5: [None, 3]}
+
+
 def test_a_batch_does_not_depend_on_earlier_ones(tmp_path: Path) -> None:
     samples = [{"x": torch.ones(2)} for _ in range(4)] + [{"x": torch.ones(2), "mask": torch.ones(1)}]
     with tc.open(write(tmp_path, samples, max_samples=2)) as cache:

@@ -139,8 +139,10 @@ def _identify(cache: Cache, kind: str) -> str | None:
         return None
     # Hazard: after a power cut, finished files may be empty; after a new boot, an export begins again
     digest = hashlib.sha256(f"{boot_id()} {kind} {json.dumps(cache.fingerprint, sort_keys=True, default=str)}".encode())
-    for i, entry in enumerate(cache._entries(selected=True)):
-        sample = [entry.key, sorted(entry.shapes.items()), cache._stored_name(i)]
+    selected = cache.schema
+    for i, entry in enumerate(cache._entries()):
+        shapes = sorted(item for item in entry.shapes.items() if item[0] in selected)
+        sample = [entry.key, shapes, cache._stored_name(i)]
         if isinstance(cache, TensorCache):
             shard, row = cache._store.locate(cache._at(i))
             sample += shard.columns.digest.item(row), shard.columns.skeleton_nbytes.item(row)

@@ -272,7 +272,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
             a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
             a container of tensors, if it has None in its place, or if a dict has no such key. The batch has every tensor that
-            occurs in one of its samples, that `select` selected, or that `collate` pads or lists.
+            occurs in one of its samples, that `select` selected, that `collate` pads, or that a dict as `collate` lists.
 
         Raises:
             IndexError: An index or a choice is out of range.
@@ -432,7 +432,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _request(self, indices: Any, *, collate: Any = None) -> Any:
         """Return a request for samples by index or key, or for those of a request of another view of the same cache.
 
-        The batch has all tensors that `collate` pads or lists, even if all samples lack them.
+        The batch has all tensors that `collate` pads, or lists by a dict, even if all samples lack them.
         """
 
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
@@ -481,8 +481,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return result
 
     @abstractmethod
-    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
-        """Yield an `Entry` for each sample; `selected` leaves out the shapes of tensors that are not selected."""
+    def _entries(self) -> Iterator[Entry]:
+        """Yield an `Entry` for each sample, with the shapes of all its tensors."""
 
     @abstractmethod
     def _collect(self, contents: Contents, prefix: str = "") -> None:
@@ -636,8 +636,8 @@ class TensorCache(Cache[_Sample]):
     def _single_threaded(self) -> TensorCache[_Sample]:
         return TensorCache(self._store.single_threaded(), self._order, *self._selection)
 
-    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
-        return entries(self._store, self._where, self._wanted if selected else None)
+    def _entries(self) -> Iterator[Entry]:
+        return entries(self._store, self._where)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:
         from wds_tensorcache.reading.description import NUM_EXAMINED

@@ -25,7 +25,6 @@ from torch.utils.data import get_worker_info
 
 from wds_tensorcache.arguments import user_level
 from wds_tensorcache.codec.header import Form, Layout, keep_bounded
-from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.tree import DICTS, SEQUENCES, Path, Wanted, empty_like, flatten, project, rebuild
 from wds_tensorcache.errors import BatchError, list_names
 from wds_tensorcache.reading.batch.columns import Layouts, layouts_of
@@ -35,7 +34,7 @@ from wds_tensorcache.reading.batch.values import Decoded, is_tensor
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.reading.schema import TensorSchema, merge_schema, name_matcher, whole_schema
 from wds_tensorcache.reading.seeds import fractions_of, purpose_of, sample_seeds
-from wds_tensorcache.reading.structure import put
+from wds_tensorcache.reading.structure import put, steps_of
 from wds_tensorcache.storage.threads import computed_once
 
 Array = np.ndarray[Any, Any]
@@ -126,8 +125,6 @@ class Alternatives:
     @classmethod
     def of(cls, choose: Any) -> Alternatives:
         """Return the alternatives for an argument `choose=`; raise ValueError if it has another form."""
-        if isinstance(choose, Alternatives):
-            return choose
         if not isinstance(choose, Mapping) or not choose:
             raise ValueError(f"choose={choose!r:.200}, expected a dict of {_EXPECTED}")
         alternatives = cls(tuple(_parse_group(name, wanted) for name, wanted in choose.items()))
@@ -181,9 +178,8 @@ class Alternatives:
                         remedy = f"which a transform reads: info.cache.read_members(info.indices, {member!r:.100})"
                         hint = f"; {member!r:.100} is a member, {remedy}"
                     raise BatchError(f"choose={{{name!r:.100}: …}}: {exc.args[0]}{hint}") from exc
-        for name in names:
-            patterns = self.patterns.get(name, ("*",))
-            if name not in patterns and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        for name in filter(self.patterns.__contains__, names):
+            if not self.covers(name):
                 raise _other_tensor(name)
         self._warn_of_pairs(cache)
 
@@ -650,7 +646,9 @@ class _Rest(Structures):
             kept = empty_like(sample)
         for patterns in self._alternatives.patterns.values():
             for place, key in _places(kept, patterns):
-                if place[key] is None:
+                item = place[key]
+                items = item.values() if type(item) in DICTS else item if type(item) in SEQUENCES else (item,)
+                if all(alternative is None for alternative in items):
                     del place[key]
         return kept
 
@@ -674,27 +672,21 @@ _Contents: TypeAlias = "tuple[dict[str, dict[_Match, str]], set[str]]"
 def _find(sample: Any, pattern: str) -> Iterator[tuple[Any, Any, str]]:
     """Yield container, key or index, and name of each item that matches a pattern."""
     part, dot, rest = pattern.partition(".")
-    keys = _keys(sample)
-    for name in [part] if part in keys else fnmatch.filter(keys, part):
+    steps = steps_of(sample)
+    for name in [part] if part in steps else fnmatch.filter(steps, part):
         if not dot:
-            yield sample, keys[name], name
+            yield sample, steps[name], name
             continue
-        for container, key, tail in _find(sample[keys[name]], rest):
+        for container, key, tail in _find(sample[steps[name]], rest):
             yield container, key, f"{name}.{tail}"
-
-
-def _keys(container: Any) -> dict[str, Any]:
-    """Return the keys or indices of a container, by their components in names; {} for any other value."""
-    if isinstance(container, dict):
-        return {component(key, at): key for at, key in enumerate(container)}
-    return {str(at): at for at in range(len(container))} if isinstance(container, SEQUENCES) else {}
 
 
 def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any]]:
     """Yield dict and key for each value that may be an alternative, and for each container of alternatives."""
     for pattern in patterns:
         for place, key, _ in list(_find(sample, pattern.removesuffix(".*"))):
-            if type(place) in DICTS and (pattern.endswith(".*") or type(place[key]) not in DICTS):
+            # the caller may have deleted the key of a dict that occurs twice
+            if type(place) in DICTS and key in place and (pattern.endswith(".*") or type(place[key]) not in DICTS):
                 yield place, key
 
 

@@ -246,7 +246,7 @@ class JoinedCache(Cache[_Sample]):
         patterns = as_patterns(patterns)
         whole = [[prefix + name for name in cache.schema] for prefix, cache in self._prefixed()]
         all_names = list(chain.from_iterable(whole))
-        if (unknown := find_unknown(patterns, all_names)) is not None:
+        if all_names and (unknown := find_unknown(patterns, all_names)) is not None:
             raise KeyError(unknown_name("tensor", unknown, all_names))
         views, matches = [], name_matcher(with_trees(patterns))
         for (prefix, cache), names in zip(self._prefixed(), whole, strict=True):
@@ -403,8 +403,8 @@ class JoinedCache(Cache[_Sample]):
         # with `keys=`, other caches have other keys
         return next((name for cache, name in names if name is not None and cache.keys()[number] == key), None)
 
-    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
-        for parts in zip(*(cache._entries(selected=selected) for cache in self._caches), strict=True):
+    def _entries(self) -> Iterator[Entry]:
+        for parts in zip(*(cache._entries() for cache in self._caches), strict=True):
             named = zip(self._prefixes, parts, strict=True)
             shapes = {prefix + name: shape for prefix, part in named for name, shape in part.shapes.items()}
             yield make_entry(parts[0].key, sum(part.nbytes for part in parts), shapes)

@@ -193,16 +193,14 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def entries(store: Store, positions: Positions, wanted: Callable[[str], bool] | None = None) -> Iterator[Entry]:
-    """Yield an `Entry` for each sample at `positions`, with shapes of the tensors that `wanted` accepts; None accepts all."""
+def entries(store: Store, positions: Positions) -> Iterator[Entry]:
+    """Yield an `Entry` for each sample at `positions`."""
     forms, last, shapes = _Forms(), None, dict[str, tuple[int, ...]]()
     for shard, rows in in_order(store, positions):
         for row in rows.tolist():
             layout = shard.layout(row)
             if layout is not last:
                 last, shapes = layout, forms.shapes(shard, row)
-                if wanted is not None:
-                    shapes = {name: shape for name, shape in shapes.items() if wanted(name)}
             yield make_entry(shard.key(row), layout.nbytes - layout.data_begin, shapes)
 
 

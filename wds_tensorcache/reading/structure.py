@@ -82,18 +82,27 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
     return result
 
 
-def drop_none(sample: Any, name: str) -> None:
-    """Remove, in place, the None that a dict of the sample has where other samples have the tensor `name`."""
+def steps_of(container: Any) -> dict[str, Any]:
+    """Return the keys or indices of a container, by their components in names; {} for any other value."""
+    if isinstance(container, dict):
+        return {component(key, at): key for at, key in enumerate(container)}
+    return {str(at): at for at in range(len(container))} if isinstance(container, SEQUENCES) else {}
+
+
+def drop_none(sample: Any, whole: Any, name: str) -> None:
+    """Remove, in place, the None that a dict of the sample has where other samples have the tensor `name`.
+
+    `whole` is the sample with all its tensors, because a name may contain the position of a key in its dict.
+    """
     *path, last = name.split(".")
     for part in path:
-        if type(sample) in DICTS:
-            sample = next((item for at, (key, item) in enumerate(sample.items()) if component(key, at) == part), None)
-        else:
-            is_there = type(sample) in SEQUENCES and part.isdecimal() and int(part) < len(sample)
-            sample = sample[int(part)] if is_there else None
-    if type(sample) in DICTS:
-        for key in [key for at, key in enumerate(sample) if sample[key] is None and component(key, at) == last]:
-            del sample[key]
+        steps = steps_of(whole)
+        if part not in steps or isinstance(whole[steps[part]], Lazy):
+            return
+        sample, whole = sample[steps[part]], whole[steps[part]]
+    if type(whole) in DICTS:
+        for key in [key for at, key in enumerate(whole) if whole[key] is None and component(key, at) == last]:
+            sample.pop(key, None)  # a dict that occurs twice has lost it before
 
 
 def put(sample: Any, name: str, value: Any) -> None:

@@ -299,11 +299,10 @@ class SharedDataset(Cache[Any]):
     def _single_threaded(self) -> Self:
         return self._view(self._indices, self._selections, self._store.single_threaded())
 
-    def _entries(self, *, selected: bool = False) -> Iterator[Entry]:
+    def _entries(self) -> Iterator[Entry]:
         for number in self._indices.tolist():
             tensors = flatten(self._samples.get(number))
-            wanted = self._wanted if selected else None
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if wanted is None or wanted(name)}
+            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
             yield make_entry(str(number), sum(tensor.nbytes for tensor in tensors.values()), shapes)
 
     def _collect(self, contents: Contents, prefix: str = "") -> None:

@@ -92,8 +92,7 @@ def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any
         batch = map_leaves(
             structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted
         )
-    if layouts.chosen:
-        request.place_chosen(batch, tensors, decoded)
+    request.place_chosen(batch, tensors, decoded)
     return batch
 
 

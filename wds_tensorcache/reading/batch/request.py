@@ -98,10 +98,10 @@ class Structures:
         """Return a sample with only its selected tensors, and without None in place of the tensors `optional`."""
         if self.wanted is None:
             return sample
-        sample = project(sample, self.wanted)
+        selected = project(sample, self.wanted)
         for name in self.optional:
-            drop_none(sample, name)
-        return sample
+            drop_none(selected, sample, name)
+        return selected
 
     def comparable(self, sample: Any) -> Any:
         """Return a sample without the values that need not be alike in a batch."""
@@ -118,7 +118,7 @@ class Structures:
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
         """Return the structure of a batch; raise BatchError if a tensor has no place in it, and the errors of `check_names`."""
-        base = self.find_base(layouts) if layouts.is_mixed else 0
+        base = self.find_base(layouts)
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
         shard, row = rows.shards[rows.number.item(base)], rows.row.item(base)
