@@ -648,7 +648,7 @@ class _Rest(Structures):
             for place, key in _places(kept, patterns):
                 item = place[key]
                 items = item.values() if type(item) in DICTS else item if type(item) in SEQUENCES else (item,)
-                if all(alternative is None for alternative in items):
+                if items and all(alternative is None for alternative in items):
                     del place[key]
         return kept
 
