@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import ray
@@ -191,6 +192,9 @@ def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
     assert write(1_000, tmp_path / "exact")["0"] == {"time": datetime.time(microsecond=1)}
     with pytest.raises(tc.EncodeError, match="column 'time' has times more precise than datetime.time"):
         write(1_001, tmp_path / "cut")
+    frame = pd.DataFrame({"id": [0], "time": np.array([1_001], "M8[ns]"), "pause": np.array([5], "m8[ns]")})
+    sample = tc.ray.write_ray(ray.data.from_pandas(frame), tmp_path / "pandas", key="id")["0"]
+    assert_same({"time": np.datetime64(1_001, "ns"), "pause": np.timedelta64(5, "ns")}, sample)
 
 
 def test_columns_that_are_not_the_sample(every_kind_cache: Path, tmp_path: Path) -> None:

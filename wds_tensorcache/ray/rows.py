@@ -199,7 +199,9 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
         if isinstance(dtype, np.dtype):
             return array
     if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return value.item()
+        item = value.item()
+        # Python's times have no nanoseconds, so numpy gives an int
+        return value if value.dtype.kind in "mM" and isinstance(item, int) else item
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.hasobject:
