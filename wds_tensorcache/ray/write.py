@@ -104,7 +104,7 @@ def write_ray(
     path, allow = resolve_folder(out), tuple(allow)
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
     with start_write(path, mode, key, options) as job:
-        sink = CacheDatasink(job, min_samples)
+        sink = TensorCacheDatasink(job, min_samples)
         try:
             ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
         except RayTaskError as exc:
@@ -133,15 +133,12 @@ def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterabl
     return open(path, allow=allow)
 
 
-class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
+class TensorCacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
     """A datasink whose tasks write shards. After the write, `names` contains the shards of all successful tasks."""
 
     def __init__(self, job: WriteJob, min_samples: int | None) -> None:
         self._job, self._min_samples = job, min_samples
         self.names: list[str] = []
-
-    def get_name(self) -> str:
-        return "Tensorcache"
 
     @property
     def min_rows_per_write(self) -> int | None:
