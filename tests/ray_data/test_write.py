@@ -184,6 +184,19 @@ def test_texts_and_bytes_in_one_column(tmp_path: Path) -> None:
         assert [cache[f"{i}"]["value"] for i in range(len(cache))] == values
 
 
+def test_dtypes_that_ray_makes_one(tmp_path: Path) -> None:
+    """Bits of bfloat16 beside float32 became float32 numbers: 1.5 was 16320."""
+    samples = {"0": {"x": torch.full((2,), 1.5)}, "1": {"x": torch.full((2,), 1.5).bfloat16()}}
+    rows = tc.ray.read_ray(write_samples(tmp_path / "in.tar", samples), override_num_blocks=1)
+    for mixed in (rows.map(lambda row: row), rows.map_batches(lambda batch: batch)):
+        with pytest.raises(
+            tc.EncodeError, match=r"'x' has tensors of torch.float32 and torch.bfloat16, but .* float32"
+        ):
+            tc.ray.write_ray(mixed, tmp_path / "mixed")
+    cache = tc.ray.write_ray(rows.map_batches(lambda batch: batch, batch_format="pyarrow"), tmp_path / "out")
+    assert_same(samples, {key: tc.realize(cache[key]) for key in samples})
+
+
 def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
     def write(nanoseconds: int, out: Path) -> Any:
         times = pa.array([nanoseconds], pa.time64("ns"))
