@@ -69,7 +69,6 @@ class TensorCacheIterator:
         if len(pipelines) > 1 and {pipe.source.num_batches for pipe in self._pipes} != {self._source.num_batches or 0}:
             raise ValueError("the numbers of batches differ, or are unknown; make an iterator for each pipeline")
         self.is_padding: Any = None
-        self._is_built = False
         self._is_over = False
         self._iteration = 0
         self._has_stopped = True  # False if a loaded state is over, but the pipelines have not raised StopIteration yet
@@ -94,7 +93,6 @@ class TensorCacheIterator:
         if not self._is_over:
             return
         if not self._has_stopped and self._source.num_surplus is None:
-            self._build()
             try:
                 self._run()
             except StopIteration:
@@ -106,7 +104,6 @@ class TensorCacheIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        self._build()
         try:
             if self._source.num_surplus is not None and self._iteration == self._source.num_batches:
                 # DALI's reader never raises StopIteration
@@ -135,7 +132,6 @@ class TensorCacheIterator:
             raise RuntimeError(
                 "a stream cannot resume in the middle of an epoch; tc.ResumablePipeline can, but only without DALI"
             )
-        self._build()
         try:
             checkpoints = [pipe.pipeline.checkpoint() for pipe in self._pipes]
         except RuntimeError as exc:
@@ -156,7 +152,7 @@ class TensorCacheIterator:
             ValueError: The state belongs to other samples, to batches in another order, or to another number of pipelines; or
                 it is not from `state_dict`.
         """
-        if self._is_built or any(getattr(pipe.pipeline, "_built", False) for pipe in self._pipes):
+        if any(pipe.pipeline._built for pipe in self._pipes):
             raise RuntimeError("the pipelines are built already; load the state into an iterator over new pipelines")
         if not isinstance(state, dict) or "checkpoints" not in state:
             raise ValueError(f"expected a state of TensorCacheIterator, got {state!r:.200}")
@@ -174,12 +170,6 @@ class TensorCacheIterator:
             pipe.source.last_number = number
         self._is_over, self._iteration = state["over"], state["iteration"]
         self._has_stopped = not self._is_over
-
-    def _build(self) -> None:
-        if not self._is_built:
-            for pipe in self._pipes:
-                pipe.pipeline.build()
-            self._is_built = True
 
     def _run(self) -> list[Any]:
         for pipe in self._pipes:
@@ -207,9 +197,8 @@ class _Pipe:
             raise ValueError(f"{problem}; give source and pipeline the same batch_size")
         self._copy = copy
         self._has_gpu = pipe.device_id is not None and torch.cuda.is_available()
-        self._copied: Any = (
-            None  # an event after the copies of the last outputs, if the pipeline overwrites its outputs
-        )
+        # an event after the copies of the last outputs, if the pipeline overwrites its outputs
+        self._copied: Any = None
 
     def _warn_of_typos(self) -> None:
         """Warn of new names of outputs that are similar to a missing output of the source."""

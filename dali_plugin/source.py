@@ -353,8 +353,6 @@ class TensorCacheSource(BatchSource):
         self._num_given += 1
 
     def _tensors_of(self, cache: Any, request: Any) -> list[Any]:
-        if not self.tensors:
-            return []
         read = cache.read_tensors(request, collate="auto", pin_memory=self._is_pinned)
         values = [read.get(name) for name in self.tensors]
         for name, value in zip(self.tensors, values, strict=True):
@@ -376,8 +374,6 @@ class TensorCacheSource(BatchSource):
 
     def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
         """Replace the arrays of a batch by DALI's own tensors: all arrays with `layouts`, otherwise arrays in pinned memory."""
-        if layouts is None and not self._is_pinned:
-            return batch
         for_dali = list(batch)
         for at, name in enumerate(self.outputs):
             is_pinned = self._is_pinned and at < len(self.tensors) and is_tensor(self.schema[name])

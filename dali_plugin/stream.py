@@ -86,11 +86,6 @@ class TensorCacheStream(BatchSource):
         self._iteration, self._count = 0, 0
         self._kept = deque(maxlen=keep)
 
-    def for_pipeline(self) -> TensorCacheStream:
-        source = super().for_pipeline()
-        source._iterator, source._iteration, source._count = iter(()), 0, 0
-        return source
-
     def __call__(self, info: Any) -> tuple[Any, ...]:
         """Return the next batch.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import ray
@@ -183,6 +184,19 @@ def test_texts_and_bytes_in_one_column(tmp_path: Path) -> None:
         assert [cache[f"{i}"]["value"] for i in range(len(cache))] == values
 
 
+def test_dtypes_that_ray_makes_one(tmp_path: Path) -> None:
+    """Bits of bfloat16 beside float32 became float32 numbers: 1.5 was 16320."""
+    samples = {"0": {"x": torch.full((2,), 1.5)}, "1": {"x": torch.full((2,), 1.5).bfloat16()}}
+    rows = tc.ray.read_ray(write_samples(tmp_path / "in.tar", samples), override_num_blocks=1)
+    for mixed in (rows.map(lambda row: row), rows.map_batches(lambda batch: batch)):
+        with pytest.raises(
+            tc.EncodeError, match=r"'x' has tensors of torch.float32 and torch.bfloat16, but .* float32"
+        ):
+            tc.ray.write_ray(mixed, tmp_path / "mixed")
+    cache = tc.ray.write_ray(rows.map_batches(lambda batch: batch, batch_format="pyarrow"), tmp_path / "out")
+    assert_same(samples, {key: tc.realize(cache[key]) for key in samples})
+
+
 def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
     def write(nanoseconds: int, out: Path) -> Any:
         times = pa.array([nanoseconds], pa.time64("ns"))
@@ -191,6 +205,9 @@ def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
     assert write(1_000, tmp_path / "exact")["0"] == {"time": datetime.time(microsecond=1)}
     with pytest.raises(tc.EncodeError, match="column 'time' has times more precise than datetime.time"):
         write(1_001, tmp_path / "cut")
+    frame = pd.DataFrame({"id": [0], "time": np.array([1_001], "M8[ns]"), "pause": np.array([5], "m8[ns]")})
+    sample = tc.ray.write_ray(ray.data.from_pandas(frame), tmp_path / "pandas", key="id")["0"]
+    assert_same({"time": np.datetime64(1_001, "ns"), "pause": np.timedelta64(5, "ns")}, sample)
 
 
 def test_columns_that_are_not_the_sample(every_kind_cache: Path, tmp_path: Path) -> None:

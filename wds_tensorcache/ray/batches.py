@@ -83,7 +83,8 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.
-        EncodeError: An int has lost bits because other rows lack the value, or a time is more precise than microseconds.
+        EncodeError: An int has lost bits because other rows lack the value, or a time is more precise than microseconds. Or Ray
+            has made one dtype of tensors of several dtypes.
         TypeError: `batch` has another format.
 
     Memory: tensors are newly allocated, on the CPU.

@@ -15,7 +15,7 @@ from wds_tensorcache.errors import add_note
 from wds_tensorcache.ray.batches import ray_to_torch
 from wds_tensorcache.ray.commit import commit, key_digests, listed_shards, shard_keys, start_write
 from wds_tensorcache.ray.rows import KEY, Mark, exact_columns, keys_of
-from wds_tensorcache.ray.write import WRITER_OPTIONS, CacheDatasink, open_output, resolve_folder
+from wds_tensorcache.ray.write import WRITER_OPTIONS, TensorCacheDatasink, open_output, resolve_folder
 from wds_tensorcache.reading.cache import TensorCache
 from wds_tensorcache.shards.fingerprint import as_fingerprint
 from wds_tensorcache.storage.urls import shown
@@ -106,7 +106,7 @@ def build_ray(
             num_cpus=num_cpus,
             **(ray_remote_args or {}),
         )
-        sink = CacheDatasink(job, min_samples)
+        sink = TensorCacheDatasink(job, min_samples)
         shared = {name: value for name, value in (ray_remote_args or {}).items() if name == "runtime_env"}
         context = computed.context
         before, context.raise_original_map_exception = context.raise_original_map_exception, True

@@ -110,11 +110,18 @@ def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | N
     """Undo the changes that numpy, pandas and Arrow make to a column with nulls, or with texts and bytes.
 
     Raises:
-        EncodeError: An int has lost bits.
+        EncodeError: An int has lost bits, or tensors of several dtypes have become tensors of one dtype.
     """
     # in a union of datasets, rows of one of them may lack a column of the other
     default = None if any(mark is not None and name in mark.columns for mark in marks) else ""
     kinds = ["" if mark is None else mark.columns.get(name, default) for mark in marks]
+    dtypes = dict.fromkeys(kind for kind in kinds if isinstance(kind, (torch.dtype, np.dtype)))
+    for value, kind in zip(values, kinds, strict=True) if len(dtypes) > 1 else ():
+        if kind in dtypes and isinstance(value, np.ndarray) and value.ndim and not arrow_carrier(kind).fits(value):
+            several = " and ".join(map(str, dtypes))
+            problem = f"column {name!r} has tensors of {several}, but Ray made them {value.dtype}"
+            remedy = "use read_ray(…, exact=True) or batch_format='pyarrow', or return it by ray_from_torch(…, batch)"
+            raise EncodeError(f"{problem}; {remedy}")
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if not {None, "str", "bytes"} & set(kinds) and not (may_be_float and "int" in kinds):
         return values
@@ -199,7 +206,9 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
         if isinstance(dtype, np.dtype):
             return array
     if isinstance(value, np.generic) and not value.dtype.hasobject:
-        return value.item()
+        item = value.item()
+        # Python's times have no nanoseconds, so numpy gives an int
+        return value if value.dtype.kind in "mM" and isinstance(item, int) else item
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.hasobject:

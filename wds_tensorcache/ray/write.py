@@ -86,7 +86,8 @@ def write_ray(
             integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.
         EncodeError: A value cannot be stored, or two columns have the same place in the sample. Or columns of `read_ray` lack a
-            part of the sample, for example its lists: pass `exact=True` to `read_ray`.
+            part of the sample, for example its lists, or Ray has made one dtype of tensors of several dtypes: pass `exact=True`
+            to `read_ray`.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
@@ -104,7 +105,7 @@ def write_ray(
     path, allow = resolve_folder(out), tuple(allow)
     options |= {"fingerprint": described, "max_samples": max_samples, "allow": allow}
     with start_write(path, mode, key, options) as job:
-        sink = CacheDatasink(job, min_samples)
+        sink = TensorCacheDatasink(job, min_samples)
         try:
             ds.write_datasink(sink, concurrency=concurrency, ray_remote_args=ray_remote_args)
         except RayTaskError as exc:
@@ -133,15 +134,12 @@ def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterabl
     return open(path, allow=allow)
 
 
-class CacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
+class TensorCacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
     """A datasink whose tasks write shards. After the write, `names` contains the shards of all successful tasks."""
 
     def __init__(self, job: WriteJob, min_samples: int | None) -> None:
         self._job, self._min_samples = job, min_samples
         self.names: list[str] = []
-
-    def get_name(self) -> str:
-        return "Tensorcache"
 
     @property
     def min_rows_per_write(self) -> int | None:
