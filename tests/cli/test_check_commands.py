@@ -112,4 +112,4 @@ def test_sources_that_are_missing(tmp_path: Path) -> None:
             assert found.stderr.startswith("tensorcache: ")
             assert found.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
-    assert "nowhere.tar does not exist" in run("index", "nowhere.tar", status=2).stderr
+    assert "'nowhere.tar' does not exist" in run("index", "nowhere.tar", status=2).stderr

@@ -258,9 +258,9 @@ def test_a_line_break_in_a_key(run: Run, tmp_path: Path) -> None:
     shard = Path(write(tmp_path / "0.tar", {"aXforged": {"x": torch.full((3,), float("nan"))}}, **options))
     shard.write_bytes(fix_checksums(shard.read_bytes().replace(b"aXforged", b"a\nforged")))
     for command, *options in [*LOOKING, ("view", "-o", "page.html")]:
-        found = run(command, shard, *options)
-        assert (found.status, found.err) == (0, "")
-        assert "\nforged" not in found.out
+        result = run(command, shard, *options)
+        assert (result.status, result.err) == (0, "")
+        assert "\nforged" not in result.out
 
 
 # --- pipes, files and signals

@@ -29,7 +29,7 @@ def index(shards: tuple[str, ...], no_dali_index: bool, as_json: bool) -> None:
     """
     for path in shards:
         if not is_url(path) and not os.path.exists(path):
-            raise click.UsageError(f"{path} does not exist")
+            raise click.UsageError(f"{path!r} does not exist")
     output = Output(as_json)
     results: list[dict[str, Any]] = []
     with output.progress("indexing") as show:

@@ -184,9 +184,10 @@ class ResumablePipeline(IterableDataset[Any]):
                 f"steps={steps!r} counts batches: also pass batch_size=, and batch_size=None to the DataLoader"
             )
         if not isinstance(steps, str):
-            if as_int("steps", steps) < 1:
+            count = as_int("steps", steps)
+            if count < 1:
                 raise ValueError(f"steps={steps}, expected 1 or more, 'shortest' or 'longest'")
-            return as_int("steps", steps)
+            return count
         if steps not in ("shortest", "longest"):
             raise ValueError(f"steps={steps!r:.100}, expected a number, 'shortest' or 'longest'")
         counts = [count for count in self._num_samples if count is not None]

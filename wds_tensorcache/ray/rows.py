@@ -117,9 +117,12 @@ def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | N
     kinds = ["" if mark is None else mark.columns.get(name, default) for mark in marks]
     dtypes = dict.fromkeys(kind for kind in kinds if isinstance(kind, (torch.dtype, np.dtype)))
     for value, kind in zip(values, kinds, strict=True) if len(dtypes) > 1 else ():
-        if kind in dtypes and isinstance(value, np.ndarray) and value.ndim and not arrow_carrier(kind).fits(value):
-            several = " and ".join(map(str, dtypes))
-            problem = f"column {name!r} has tensors of {several}, but Ray made them {value.dtype}"
+        if kind not in dtypes or not isinstance(value, np.ndarray) or not value.ndim or arrow_carrier(kind).fits(value):
+            continue
+        carrier = arrow_carrier(kind).dtype
+        if dtype_name(kind) != carrier.name or not np.can_cast(carrier, value.dtype):  # bits, or numbers that lose bits
+            listed = " and ".join(map(str, dtypes))
+            problem = f"column {name!r} has tensors of {listed}, which are {value.dtype} now"
             remedy = "use read_ray(…, exact=True) or batch_format='pyarrow', or return it by ray_from_torch(…, batch)"
             raise EncodeError(f"{problem}; {remedy}")
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"

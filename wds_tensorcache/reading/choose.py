@@ -644,11 +644,11 @@ class _Rest(Structures):
         kept = project(super().whole(sample), lambda name: not self._alternatives.covers(name), prunes=True)
         if kept is None and type(sample) in DICTS:
             kept = empty_like(sample)
-        for patterns in self._alternatives.patterns.values():
-            for place, key in _places(kept, patterns):
+        for pattern in chain.from_iterable(self._alternatives.patterns.values()):
+            for place, key in _places(kept, (pattern,)):
                 item = place[key]
-                items = item.values() if type(item) in DICTS else item if type(item) in SEQUENCES else (item,)
-                if items and all(alternative is None for alternative in items):
+                items = item.values() if type(item) in DICTS else item if type(item) in SEQUENCES else ()
+                if item is None or (pattern.endswith(".*") and items and all(part is None for part in items)):
                     del place[key]
         return kept
 

@@ -96,7 +96,7 @@ def drop_none(sample: Any, whole: Any, name: str) -> None:
     """
     *path, last = name.split(".")
     for part in path:
-        steps = steps_of(whole)
+        steps = steps_of(whole) if type(whole) in (*DICTS, *SEQUENCES) else {}
         if part not in steps or isinstance(whole[steps[part]], Lazy):
             return
         sample, whole = sample[steps[part]], whole[steps[part]]

@@ -23,7 +23,7 @@ from wds_tensorcache.shards.tar import Scanner, find_header
 
 @dataclass(slots=True)
 class CacheEntry:
-    """One cache of one sample: byte offsets of its two members in the shard, and their layout, digest and references."""
+    """One cache of one sample: byte offsets of its two members, and their layout, digest and references."""
 
     name: str
     skeleton_begin: int

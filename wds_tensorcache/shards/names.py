@@ -179,7 +179,7 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
 
 def split_member(name: str) -> tuple[str, str] | None:
     """Return the key and the suffix in a member's name; None if the name does not have both."""
-    # Hazard: a hostile name may consist of thousands of `./`, so this takes no time for each of them.
+    # Hazard: a hostile name may begin with thousands of `./`; the time must not grow with their square.
     folder, slash, last = (_DOTS.sub("", name) if name[:2] == "./" else name).rpartition("/")
     stem, dot, suffix = last.partition(".")
     return (folder + slash + stem, suffix) if stem and dot else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import xxhash
 
@@ -12,13 +13,19 @@ from wds_tensorcache.errors import FormatError
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.threads import run_in_order
 
-if TYPE_CHECKING:
-    from wds_tensorcache.storage.files import File
-
 _PIECE_NBYTES = 1 << 21
 _AHEAD_NBYTES = 1 << 22  # pieces that other threads read are larger, since passing on a piece costs time
 _REREAD_NBYTES = 1 << 16
 _MEMORY = Pool(1 << 26)
+
+
+class Readable(Protocol):
+    """A file that `ReadAhead` reads; see `ShardFile` and `RemoteFile`."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def read(self, begin: int, end: int, /) -> bytes: ...
+    def read_into(self, buffers: Sequence[Any], begin: int, /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -43,7 +50,7 @@ class ReadAhead:
     Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more. The next file recycles them.
     """
 
-    def __init__(self, file: File, readers: Readers) -> None:
+    def __init__(self, file: Readable, readers: Readers) -> None:
         self._file = file
         self._readers = readers
         self._piece_nbytes = _PIECE_NBYTES if readers.pool is None else _AHEAD_NBYTES

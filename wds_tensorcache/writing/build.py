@@ -88,8 +88,8 @@ def build(
             unless `out` is a pattern.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
         keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item. By
-            default, items of a cache keep their keys, a dict's key is its `"__key__"`, and the key of any other item is its
-            position. The string `"position"` makes all keys positions, and items are not compared.
+            default, items of a cache with shards keep their keys, a dict's key is its `"__key__"`, and the key of any other
+            item is its position. The string `"position"` makes all keys positions, and items are not compared.
         digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
             differs from the stored text, or if none is stored.
         num_workers: Number of worker processes that read a map-style dataset.
@@ -246,9 +246,12 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
                 f"{folder} contains {name}, which does not match {pattern.name!r}; pass a pattern that matches all its "
                 "shards, or build into another folder"
             )
-    # a damaged list of failures is an error before the writer locks the folder
-    failures = job.open_failures(files, names)
     sink = ShardWriter(str(pattern), resume=True, **job.options)
+    try:
+        failures = job.open_failures(files, names)
+    except BaseException:
+        sink.close()  # a damaged list must not keep the folder locked
+        raise
     seen: set[str] = set()
     batches = _missing(job, sink.finished, folder, seen, failures)
     compute(job, batches, sink, failures, sink.finished.indexes.values())

@@ -66,8 +66,8 @@ class Items(Dataset[Item]):
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, number of the items so far.
         is_map: True for a map-style dataset, False for an iterable.
-        are_numbered: True if the keys of items are their numbers. It is False while all items have failed, and on a rank
-            without items, unless the keys are known without reading.
+        are_numbered: True if the keys of items are their numbers. It is False until an item of a map-style dataset was
+            read, and if none could be read, unless the keys are known without reading.
         compares: True if items are compared by `digest_item`. Their keys are numbers, so a key does not show that an item has
             moved.
         of_other_ranks: Up to 64 items of other ranks in an iterable to compare, without their values.

@@ -57,7 +57,7 @@ def write_index(
         InvalidKeyError: `NAME.idx` cannot represent the name of a member, for example a name with a space. Before all errors
             except this error and OSError, nothing is written.
         FormatError: The file is not a tar, or is damaged; the error has the byte offset. Or unknown bytes follow the end of the
-            archive. Or zeros follow it, although an index or the manifest lists more members.
+            archive. Or zeros follow it, although an index or, for a local shard, the manifest lists more members.
         OSError: A file cannot be read or written, for example because the disk is full.
         RemoteError, ImportError: A request failed; or the url needs a package that is not installed.
         ValueError: `index_folder` is not None for a local shard, or the indexes cannot be written to a web server.
@@ -97,7 +97,8 @@ def index_shard(
     stored = _stored_index(file, older)
     if stored is not None and stored.end > index.end:  # of a shard at a url: `check_end` reads only local sidecars
         problem = f"zeros, although {sidecar_path(name)} says that the archive ends at byte {stored.end}"
-        raise TarFormatError(f"{problem}; {REMOTE_REMEDY}", offset=index.end, kind="trailing").at(file.path)
+        remedy = f"if another shard has replaced that of the index, delete the index; otherwise, {REMOTE_REMEDY}"
+        raise TarFormatError(f"{problem}; {remedy}", offset=index.end, kind="trailing").at(file.path)
     index = _with_older(index, stored, None if url is None else manifest.fingerprint(url))
     sidecar = build_footer(index, file.nbytes)
 

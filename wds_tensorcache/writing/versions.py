@@ -159,9 +159,13 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
     The keys of the rank's items are added to `keys`.
     """
     changes: _Changes = {}
-    folder = folder_of(pattern.folder, job.options.get("fsync", True))
-    failures = job.open_failures(folder, folder.names())
     sink = ShardWriter(str(pattern), resume=True, **job.options)
+    folder = folder_of(pattern.folder, job.options.get("fsync", True))
+    try:
+        failures = job.open_failures(folder, folder.names())
+    except BaseException:
+        sink.close()  # a damaged list must not keep the folder locked
+        raise
     finished, ages = sink.finished, pattern.shards_by_age()
     indexes = {path: finished.indexes[path] for _, path in ages if path in finished.indexes}
     # with numbers after the shards of all ranks, also of other world sizes, the newest sample of a key is the last

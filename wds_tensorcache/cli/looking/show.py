@@ -120,8 +120,8 @@ def _tensor_lines(
         label.append("  ").append_text(values_text(values))
     elif getattr(lazy.dtype, "kind", "") in ("U", "S", "M", "m") and lazy.nbytes <= _MAX_NBYTES_QUOTED:
         array: Any = lazy.load()
-        values_shown = array.astype(str) if array.dtype.kind in "Mm" else array
-        label.append(f"  {plain(value_text(values_shown.tolist()))}")
+        printable = array.astype(str) if array.dtype.kind in "Mm" else array
+        label.append(f"  {plain(value_text(printable.tolist()))}")
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape) if is_drawn else None
     if planes is None:
         return [label]

@@ -83,7 +83,8 @@ def separate_media(value: Any) -> Loaded:
     """Return a sample with tensors in place of arrays, pixels and bytes. Media become members, named by their paths.
 
     In a name, such as `image.jpg` or `frames.0.jpg`, `_` replaces all characters but ASCII letters, digits, `.` and `-`.
-    A dict entry that is media, or a list of media, is left out. In other lists and tuples, None replaces media.
+    The name has no `.` and no `_` at its start. A dict entry that is media, or a list of media, is left out. In other lists
+    and tuples, None replaces media.
 
     Raises:
         FormatError: Two media have the same name.

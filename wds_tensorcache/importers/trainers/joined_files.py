@@ -131,14 +131,14 @@ def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
 
 def _note_files(images: Iterable[list[ImageFile]]) -> list[str]:
     """Return a list with a note if some images have several files of latents besides flips, else an empty list."""
-    unflipped = [[file for file in files if not file.audio and not file.label.startswith("flip_")] for files in images]
-    several = [files for files in unflipped if len(files) > 1]
-    if not several:
+    candidates = [[file for file in files if not file.audio and not file.label.startswith("flip_")] for files in images]
+    repeated = [files for files in candidates if len(files) > 1]
+    if not repeated:
         return []
-    first, second, *_ = several[0]
+    first, second, *_ = repeated[0]
     return [
-        f"{format_count(len(several), 'image')} with several files of latents, for example {first.name} and {second.name}; the "
-        "names do not tell which one is in use, so each is a sample"
+        f"{format_count(len(repeated), 'image')} with several files of latents, for example {first.name} and {second.name}; "
+        "the names do not tell which one is in use, so each is a sample"
     ]
 
 

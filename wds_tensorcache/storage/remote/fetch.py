@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from wds_tensorcache.storage.remote import retry
 from wds_tensorcache.storage.remote.clients import client_for
@@ -14,14 +14,23 @@ from wds_tensorcache.storage.remote.retry import MAX_REQUESTS, ObjectInfo, Reque
 from wds_tensorcache.storage.system import skip_bytes
 from wds_tensorcache.storage.threads import Threads, per_process
 
-if TYPE_CHECKING:
-    from wds_tensorcache.storage.remote.remote_file import RemoteFile
-
 PART_NBYTES = 4 << 20  # larger ranges are requested in parts of this length
 _LEAST_GAP, _MOST_GAP = 4 << 10, 256 << 10  # bounds of the bytes between two ranges that one request fetches
 _COST = 2  # measured time of one of many requests, in multiples of its part of the latency
 
 _Result = TypeVar("_Result")
+
+
+class _File(Protocol):
+    @property
+    def url(self) -> str: ...
+    @property
+    def state(self) -> ObjectInfo: ...
+    @property
+    def is_asked(self) -> bool: ...
+    def fix(self, state: ObjectInfo, /) -> None: ...
+    def check_range(self, begin: int, end: int, /) -> None: ...
+    def missing_error(self, cause: FileNotFoundError, /) -> Exception: ...
 
 
 # a remote file, the offset of the first byte, and 1-D byte buffers that are filled in order
@@ -44,7 +53,7 @@ _scratch = memoryview(bytearray(_MOST_GAP))  # gaps are read into it, by all thr
 class _Part:
     """The bytes `[begin, end)` of a file, and the buffers for them."""
 
-    file: RemoteFile
+    file: _File
     begin: int
     end: int
     buffers: list[memoryview] = field(default_factory=list)
@@ -177,7 +186,7 @@ def list_objects(folder: str) -> list[str]:
     return _run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
 
 
-def start_read(file: RemoteFile, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
+def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
     """Start to read into a buffer; return a future for `wait_for`, and the `Cancel` of the read."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Part(file, begin, begin + len(view), [view]).read, cancel), cancel
