@@ -173,6 +173,7 @@ def shared() -> dict[str, Any]:
     [
         ("npz", cyclic(), "contains itself"),
         ("safetensors", shared(), "65,536 values"),
+        ("npz", {"texts": ["a" * (1 << 20)] * 32}, "one object too often"),
         ("npz", {"k" * 70_000: torch.zeros(1)}, "10,000 char"),
         ("npz", {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, "two values would have the name 'a.b'"),
         ("safetensors", {1: torch.ones(1), "1": 3}, "two values would have the name '1'"),

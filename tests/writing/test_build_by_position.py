@@ -177,6 +177,22 @@ def test_the_keys_of_a_shared_dataset_are_positions(tmp_path: Path) -> None:
         pytest.raises(tc.StaleCacheError, match="item 0 is not the one"),
     ):
         build(shared, tmp_path / "a")
+    with tc.ShardWriter(tmp_path / "other.tar") as writer:
+        for i in range(COUNT):
+            writer.write(f"{i}", {"y": i})
+    dicts = [{"item": item} for item in ITEMS]
+
+    def encode_joined(samples: list[Any]) -> list[Any]:
+        return encode([sample["s"]["item"] for sample in samples])
+
+    for name, source in (("one", dicts), ("two", [{"item": 99}, *dicts[1:]])):
+        with tc.SharedDataset(source, name, directory=tmp_path) as shared, tc.open(tmp_path / "other.tar") as other:
+            joined = tc.join({"s": shared, "other": other})
+            if name == "one":
+                build(joined, tmp_path / "joined", encode_joined).close()
+                continue
+            with pytest.raises(tc.StaleCacheError, match="item 0 is not the one"):
+                build(joined, tmp_path / "joined", encode_joined)
     named = [{"__key__": "b", "x": 1}, {"__key__": "a", "x": 2}]
     with tc.SharedDataset(named, "named", directory=tmp_path) as shared:
         built = build(shared, tmp_path / "b", lambda items: [{"x": item["x"]} for item in items])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -30,6 +31,7 @@ SEQUENCES = (list, tuple, deque)
 _LEAVES = (LazyTensor, LazyArray, torch.Tensor, np.ndarray, bytearray)
 _MAX_NAMES = 1000  # further names of a sample's tensors
 _MAX_NAME = 1000  # characters of a further name
+_MAX_NBYTES_REPEATED = 1 << 24  # of objects that occur several times in a value
 _TWICE = 0  # in place of an id, the mark of a tensor that `_project` has met twice
 _DROPPED: Any = object()  # takes the place of a tensor that `project` or `map_leaves` removes
 _Place: TypeAlias = tuple[int, Path]  # id of a container, and the path in it: one key or index, none for the root
@@ -391,3 +393,18 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
         yield value, depth
         inner = [child for child in children(value) if child.__class__ not in ATOMS]
         todo.extend((child, depth + 1) for child in reversed(inner))
+
+
+def repeats_much(value: Any) -> bool:
+    """Return whether the JSON of a value would be far larger than the value, or endless."""
+    # Hazard: a hostile value may contain one list many times, or itself.
+    seen, nbytes_repeated, todo = set[int](), 0, [value]
+    while todo and nbytes_repeated <= _MAX_NBYTES_REPEATED:
+        item = todo.pop()
+        if isinstance(item, (str, bytes, bytearray, *CONTAINERS)):
+            is_as_short = isinstance(item, (str, bytes, bytearray)) or not item  # as in JSON
+            nbytes_repeated += (len(item) + 2 if is_as_short else sys.getsizeof(item)) * (id(item) in seen)
+            seen.add(id(item))
+        if isinstance(item, CONTAINERS):
+            todo += item.values() if isinstance(item, dict) else item
+    return nbytes_repeated > _MAX_NBYTES_REPEATED

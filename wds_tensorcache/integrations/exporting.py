@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from wds_tensorcache.codec.reference import RESERVED
-from wds_tensorcache.codec.tree import SEQUENCES, realize, rebuild
+from wds_tensorcache.codec.tree import SEQUENCES, realize, rebuild, repeats_much
 from wds_tensorcache.errors import EncodeError, InvalidKeyError
 from wds_tensorcache.progress import Progress, ProgressOption
 from wds_tensorcache.reading.cache import Cache, TensorCache
@@ -277,6 +277,8 @@ class _Export:
         if len(leaves) > _MAX_VALUES or any(len(name) > _MAX_NAME for name, _ in leaves):
             problem = f"has more than {_MAX_VALUES:,} values, or a name of more than {_MAX_NAME:,} characters; use pt"
             raise EncodeError(problem)
+        if repeats_much([leaf for _, leaf in leaves]):
+            raise EncodeError("contains one object too often for JSON; use pt")
         for name, leaf in leaves:
             if name in arrays or name in values:
                 raise EncodeError(f"two values would have the name {name!r:.100}; use pt")

@@ -22,6 +22,7 @@ from wds_tensorcache.arguments import as_int
 from wds_tensorcache.errors import InvalidKeyError, add_note
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.find_shards import is_tar
+from wds_tensorcache.reading.join import JoinedCache
 from wds_tensorcache.reading.open_cache import open
 from wds_tensorcache.reading.positions import spread
 from wds_tensorcache.shards.member_shard import MemberSample
@@ -109,8 +110,11 @@ class Items(Dataset[Item]):
             raise TypeError(f"a {kind} cannot be a dataset of items; {remedy}")
         if not is_map and num_workers:
             raise ValueError(f"{kind} has no length and [i], which num_workers={num_workers} needs; use num_workers=0")
-        # Hazard: the keys of a SharedDataset, which has no shards, are positions, and items may move.
-        if keys is None and isinstance(items, Cache) and any(items._paths()):
+        first = items
+        while isinstance(first, JoinedCache):  # whose keys are those of its first cache
+            first = first._caches[0]
+        # Hazard: the keys of a SharedDataset are positions, and its items may move.
+        if keys is None and isinstance(first, TensorCache):
             keys = items.keys()
         self._is_fixed = isinstance(keys, str) and keys == "position"
         keys = None if self._is_fixed else keys

@@ -25,12 +25,10 @@ from wds_tensorcache.cli.cache_argument import (
 from wds_tensorcache.cli.output import Output, json_option, to_json
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.tree import CONTAINERS, flatten
+from wds_tensorcache.codec.tree import flatten, repeats_much
 from wds_tensorcache.errors import unknown_name
 from wds_tensorcache.inspecting.tree import small_values
 from wds_tensorcache.inspecting.values import as_numbers, read_parts
-
-_MAX_NBYTES_REPEATED = 1 << 24  # of objects that occur several times in a value
 
 
 @click.command("cat")
@@ -71,7 +69,8 @@ def cat_command(
         sample = cache[key]
         values = dict(small_values(sample))
         if name in values:
-            _refuse_repeats(name, values[name])
+            if repeats_much(values[name]):
+                raise click.UsageError(f"{name!r:.100} contains itself, or one object too often for JSON; use Python")
             output.result({"key": key, "name": name, "value": values[name]})
             if not as_json:
                 _write_value(values[name])
@@ -87,21 +86,6 @@ def cat_command(
                 _write(lazy, form)
         except tc.TensorCacheError as exc:
             raise exc.at(f"sample {key!r}") from exc
-
-
-def _refuse_repeats(name: str, value: Any) -> None:
-    """Raise UsageError if the JSON of a value would be far larger than the value, or endless."""
-    # Hazard: a hostile value may contain one list many times, or itself.
-    met, nbytes_repeated, todo = set[int](), 0, [value]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, (str, bytes, bytearray, *CONTAINERS)):
-            nbytes_repeated += sys.getsizeof(item) * (id(item) in met)
-            met.add(id(item))
-        if nbytes_repeated > _MAX_NBYTES_REPEATED:
-            raise click.UsageError(f"{name!r:.100} contains itself, or one object too often for JSON; use Python")
-        if isinstance(item, CONTAINERS):
-            todo += item.values() if isinstance(item, dict) else item
 
 
 def _write_value(value: Any) -> None:
