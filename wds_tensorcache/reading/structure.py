@@ -110,11 +110,11 @@ def put(sample: Any, name: str, value: Any) -> None:
     container = sample
     parts = name.split(".")
     for part, after in pairwise(parts):
-        key = key_of(part)
+        key = steps_of(container).get(part, key_of(part))  # a dict may have ints as keys
         if type(container) in DICTS and not after.isdecimal():  # a number may be the index of a list that was removed
             container.setdefault(key, {})
         container = container.get(key) if type(container) in DICTS else None
-    key = key_of(parts[-1])
+    key = steps_of(container).get(parts[-1], key_of(parts[-1]))
     if type(container) not in DICTS or key in container:
         raise BatchError(
             f"choose={{{name!r}: …}}: samples have another value at this place, or a container that is not a dict; choose a "
