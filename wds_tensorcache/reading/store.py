@@ -137,6 +137,8 @@ class Store:
 
     def locate(self, position: int) -> tuple[Shard, int]:
         """Return the shard of the sample at `position`, and its row: its index among the shard's samples with this cache."""
+        if len(self.shards) == 1:
+            return self.shards[0], position
         number = self.shard_number(position)
         return self.shards[number], position - self._starts[number]
 

@@ -92,7 +92,8 @@ def _nest(request: Request, tensors: Mapping[str, Any], layouts: Layouts) -> Any
         batch = map_leaves(
             structure.sample, lambda lazy: tensors[lazy.name], lambda path: Leaves(decoded, path), wanted
         )
-    request.place_chosen(batch, tensors, decoded)
+    if layouts.chosen:
+        request.place_chosen(batch, tensors, decoded)
     return batch
 
 

@@ -118,7 +118,7 @@ class Structures:
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
         """Return the structure of a batch; raise BatchError if a tensor has no place in it, and the errors of `check_names`."""
-        base = self.find_base(layouts)
+        base = self.find_base(layouts) if layouts.is_mixed else 0
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
         shard, row = rows.shards[rows.number.item(base)], rows.row.item(base)
