@@ -82,8 +82,10 @@ def check_end(file: File, end: int, num_samples: int) -> None:
     if later > end:
         refuse(f"zeros, although an index says that the archive ends at byte {later}", end)
     # if zeros have overwritten members, only the manifest lists them, until a command replaces the manifest
-    if stop - end >= _MIN_LOST_NBYTES and (lost := find_lost(file.path, end, file.nbytes, num_samples)) is not None:
-        raise lost
+    if stop - end >= _MIN_LOST_NBYTES and isinstance(file, ShardFile):
+        lost = find_lost(file.path, end, file.nbytes, num_samples)
+        if lost is not None:
+            raise lost
 
 
 def first_nonzero(file: File, begin: int, end: int) -> int | None:
