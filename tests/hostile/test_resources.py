@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import struct
-import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -183,12 +182,10 @@ def test_small_objects_take_bounded_memory(name: str) -> None:
 
 
 def test_names_of_thousands_of_parts(tmp_path: Path) -> None:
-    """The time is linear: a pattern that tries each number of `./` at the beginning takes 4 seconds a name."""
+    """A pattern that tries each number of `./` at the beginning takes 4 seconds a name, and half an hour for the shard."""
     path, name = tmp_path / "a.tar", b"./" * 8190 + b"x"
-    path.write_bytes((pax(name + b"\0", kind=b"L") + raw_header(b"x", b"0", b"0")) * 4 + bytes(1024))
-    begin = time.process_time()
+    path.write_bytes((pax(name + b"\0", kind=b"L") + raw_header(b"x", b"0", b"0")) * 400 + bytes(1024))
     assert len(tc.write_index(path).keys) == len(list(tc.tarfile_to_samples()([{"url": str(path)}]))) == 0
-    assert time.process_time() - begin < 5
 
 
 # --- shards that make a tool repeat its work: only counters inside the package show that, in reasonable time ---

@@ -247,11 +247,7 @@ def _extend(job: Job, pattern: ShardPattern) -> None:
                 "shards, or build into another folder"
             )
     sink = ShardWriter(str(pattern), resume=True, **job.options)
-    try:
-        failures = job.open_failures(files, names)
-    except BaseException:
-        sink.close()  # a damaged list must not keep the folder locked
-        raise
+    failures = job.open_failures(files, names, sink)
     seen: set[str] = set()
     batches = _missing(job, sink.finished, folder, seen, failures)
     compute(job, batches, sink, failures, sink.finished.indexes.values())

@@ -47,8 +47,13 @@ class Job:
     allows_failures: bool
     checks_finite: bool
 
-    def open_failures(self, folder: Folder, names: list[str]) -> Failures:
-        return Failures(folder, names, self.items.is_own, self.items.rank, self.items.world_size)
+    def open_failures(self, folder: Folder, names: list[str], sink: ShardWriter | None = None) -> Failures:
+        try:
+            return Failures(folder, names, self.items.is_own, self.items.rank, self.items.world_size)
+        except Exception:
+            if sink is not None:
+                sink.close()  # a damaged list must not keep the folder locked
+            raise
 
 
 def compute(

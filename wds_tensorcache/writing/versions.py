@@ -161,11 +161,7 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
     changes: _Changes = {}
     sink = ShardWriter(str(pattern), resume=True, **job.options)
     folder = folder_of(pattern.folder, job.options.get("fsync", True))
-    try:
-        failures = job.open_failures(folder, folder.names())
-    except BaseException:
-        sink.close()  # a damaged list must not keep the folder locked
-        raise
+    failures = job.open_failures(folder, folder.names(), sink)
     finished, ages = sink.finished, pattern.shards_by_age()
     indexes = {path: finished.indexes[path] for _, path in ages if path in finished.indexes}
     # with numbers after the shards of all ranks, also of other world sizes, the newest sample of a key is the last
