@@ -1,4 +1,4 @@
-"""The protocol of all clients of servers and object stores, and the client for a url."""
+"""The protocol of all clients, and the client for a url."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class Client(Protocol):
     pace: Pace
 
     def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return the state of an object and its first `nbytes` bytes, or the whole object if it is shorter."""
+        """Return an object's state, and at most its first `nbytes` bytes."""
         ...
 
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
-        """Read the bytes `[request.at, request.end)` into 1-D byte buffers, in order; return the object's state."""
+        """Fill 1-D byte buffers with `[request.at, request.end)`, in order; return the object's state."""
         ...
 
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
-        """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter.
+        """Return an object's state, and at most its last `nbytes` bytes.
 
         Return None if the server cannot read a tail without the object's length.
         """
         ...
 
     def list_objects(self, request: Request, /) -> list[str]:
-        """Return the sorted urls of the objects directly in a folder; raise RemoteError if the server has no listings."""
+        """Return the sorted urls of the objects directly in a folder. Raise RemoteError if the server has no listings."""
         ...
 
 
@@ -51,9 +51,10 @@ _clients: Callable[[], _Clients] = per_process(dict)
 
 
 def client_for(url: str) -> Client:
-    """Return this process's client for a url: one for each bucket, and for each server and user.
+    """Return this process's client for a url.
 
-    `is_url` must return True for the url. Do not keep the client: a forked child needs another client.
+    There is one for each bucket, and for each server and user. `is_url` must return True for the url. Do not keep the client: a
+    forked child needs another client.
 
     Raises:
         ImportError: A package is missing; the message names the extra to install.

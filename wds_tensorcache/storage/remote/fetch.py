@@ -1,4 +1,4 @@
-"""Read ranges of remote objects, by up to 128 requests at a time, and retry failed requests."""
+"""Reads of remote objects, by up to 128 requests at a time. Failed requests are repeated."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _plan(ranges: Iterable[Range], merges: bool) -> list[_Part]:
 
 
 def largest_gap(url: str) -> int:
-    """Return the length in bytes, 4 KiB to 256 KiB, of a gap between ranges that takes as long to read as another request."""
+    """Return the longest gap in bytes that is cheaper than another request. It has 4 to 256 KiB."""
     pace = client_for(url).pace
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
@@ -152,18 +152,18 @@ def _split(request: _Part) -> list[_Part]:
 
 
 def stat(url: str) -> ObjectInfo:
-    """Return the state of an object by one request; raise FileNotFoundError if it does not exist."""
+    """Return the state of an object by one request. Raise FileNotFoundError if it does not exist."""
     return read_head(url, 0)[0]
 
 
 def read_head(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return the state of an object and its first `nbytes` bytes, or the whole object if it is shorter."""
+    """Return an object's state, and at most its first `nbytes` bytes."""
     request = Request(url)
     return _run(lambda: request.repeat(lambda: client_for(url).read_head(request, nbytes)))
 
 
 def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return the state of an object and its last `nbytes` bytes, or the whole object if it is shorter."""
+    """Return an object's state, and at most its last `nbytes` bytes."""
     request = Request(url, nbytes=nbytes)
 
     def attempt() -> tuple[ObjectInfo, bytes]:
@@ -181,25 +181,26 @@ def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
 
 
 def list_objects(folder: str) -> list[str]:
-    """Return the sorted urls of the objects directly in a folder; raise RemoteError if the server has no listings."""
+    """Return the sorted urls of the objects directly in a folder. Raise RemoteError if the server has no listings."""
     request = Request(folder)
     return _run(lambda: request.repeat(lambda: client_for(folder).list_objects(request)))
 
 
 def start_read(file: _File, begin: int, view: memoryview) -> tuple[Future[None], retry.Cancel]:
-    """Start to read into a buffer; return a future for `wait_for`, and the `Cancel` of the read."""
+    """Start to read into a buffer. Return a future for `wait_for`, and the `Cancel` of the read."""
     cancel = retry.Cancel()
     return _executor().submit(_work, _Part(file, begin, begin + len(view), [view]).read, cancel), cancel
 
 
 def _run(call: Callable[[], _Result]) -> _Result:
-    """Run a call that makes requests on another thread, so that Ctrl-C ends the wait for it."""
+    """Run a call that makes requests on another thread."""
+    # so that Ctrl-C ends the wait for it
     (result,) = run_all([call])
     return result
 
 
 def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
-    """Run calls on threads and return their results; on the first error, cancel all other calls and wait for them."""
+    """Run calls on threads and return their results. On the first error, cancel all other calls and wait for them."""
     if getattr(_local, "is_worker", False):  # all threads could be waiting here
         return [call() for call in calls]
     cancel = retry.Cancel()
@@ -219,7 +220,7 @@ def run_all(calls: Sequence[Callable[[], _Result]]) -> list[_Result]:
 
 
 def wait_for(futures: Sequence[Future[Any]]) -> None:
-    """Wait until all futures are done or one future has failed; end requests that exceed their time limits."""
+    """Wait until all futures are done or one future has failed. End requests that exceed their time limits."""
     running = set(futures)
     while running:
         done, running = wait(running, retry.TICK_S, FIRST_EXCEPTION)
@@ -229,7 +230,7 @@ def wait_for(futures: Sequence[Future[Any]]) -> None:
 
 
 def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
-    """Return the results of futures that are done; raise the first error that is not a cancellation."""
+    """Return the futures' results; raise other errors before a cancellation."""
     cancelled: BaseException | None = None
     results = []
     for future in futures:

@@ -1,7 +1,4 @@
-"""Read ranges of objects from web servers, and compare every response with its request and the known state.
-
-Objects of servers without ranges are kept whole in temporary files.
-"""
+"""A client of web servers, which checks every response. Without ranges, it keeps whole objects in temporary files."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ _PIECE = 256 * 1024
 
 
 class Copy:
-    """The body of a response in a temporary file without a name, in the folder `TMPDIR`.
+    """The body of a response in a temporary file without a name.
 
-    The argument `state` is None if the object's length is unknown.
+    The file is in the folder `TMPDIR`. The argument `state` is None if the object's length is unknown.
     """
 
     def __init__(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> None:
@@ -76,7 +73,7 @@ class Copy:
 
 
 class Copies:
-    """At most 32 copies of objects; a further copy replaces the least recently used copy. Any thread may call."""
+    """The 32 most recently used copies of objects. Any thread may call."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Copy] = {}
@@ -84,7 +81,7 @@ class Copies:
         self._turns: dict[str, threading.Lock] = {}
 
     def get(self, url: str, state: ObjectInfo | None) -> Copy | None:
-        """Return the copy of an object; None if no copy has this state."""
+        """Return the copy of an object in this state, or None."""
         with self._lock:
             copy = self._copies.get(url)
             if copy is None or copy.state != state:
@@ -93,7 +90,7 @@ class Copies:
             return copy
 
     def keep(self, response: Response, request: Request, state: ObjectInfo | None, tag: str | None) -> Copy:
-        """Return a copy of the body of a response, or the copy that another thread has made of this object."""
+        """Return a copy of an object, made by this or another thread."""
         with self._lock:
             turn = self._turns.setdefault(request.url, threading.Lock())
             # without a tag, the object may have changed since the last copy, but not since a copy that is made during the wait
@@ -124,8 +121,8 @@ class HttpClient:
     unnoticed. Without a tag and a date, the client compares only the object's length.
 
     Some servers ignore `Range`, and respond with the whole object. The client then keeps the object in a temporary file, and
-    reads from this file. If the server has obeyed or announced ranges, the client first repeats the request twice, because a
-    proxy may respond with whole objects only while it fetches them.
+    reads from this file. If the server has obeyed or announced ranges, the client first repeats the request twice. A proxy may
+    respond with whole objects only while it fetches them.
 
     Threads/fork/pickle: as `Client`.
     """
@@ -145,23 +142,25 @@ class HttpClient:
             raise request.error(f"{exc}") from None
 
     def _tag(self, response: Response) -> str | None:
-        """Return the ETag, or else the date of modification; None without both, or if a header cannot contain the value."""
+        """Return the ETag, or else the date of modification, or None."""
         tag = (response.headers.get("ETag") or "").strip()
         if tag and not tag.startswith(('"', "W/")):
             tag = f'"{tag}"'  # some servers forget the quotes
         tag = tag or (response.headers.get("Last-Modified") or "").strip()
+        # a later request sends it in a header, which cannot contain other characters
         return tag if tag and tag.isprintable() and tag.isascii() else None
 
     def _conditions(self, request: Request) -> Mapping[str, str]:
-        """Return the headers that let a server refuse another version. `If-Match` needs a strong ETag (RFC 9110)."""
+        """Return the headers that let a server refuse another version."""
         tag = request.state.tag if request.state is not None else None
+        # `If-Match` needs a strong ETag (RFC 9110)
         if tag is None or tag.startswith("W/"):
             return {}
         return {"If-Match" if tag.startswith('"') else "If-Unmodified-Since": tag}
 
     @contextmanager
     def _get(self, request: Request, text: str) -> Iterator[tuple[Response, ObjectInfo | None]]:
-        """Send a request for a range; yield the response, and the state of the object or None if it is unknown."""
+        """Request a range; yield the response, and the object's state or None."""
         headers = {"Range": text, **self._conditions(request)}
         with self._transport.get(self._locate(request), headers, request) as response:
             state = None
@@ -251,7 +250,7 @@ class HttpClient:
     def _fill(
         self, response: Response, request: Request, buffers: Sequence[memoryview], state: ObjectInfo | None
     ) -> None:
-        """Read a body into buffers. If the body is cut short, the next attempt continues there if `state` has a strong ETag."""
+        """Read a body into buffers."""
         _check_body(response, request, sum(map(len, buffers)))
         begun, done = self.pace.begin(response.head_s), 0
         try:
@@ -263,12 +262,12 @@ class HttpClient:
                     done, view = done + count, view[count:]
         finally:
             self.pace.end(begun, done)
-            # with another tag, the rest could come from a changed object
+            # The next attempt continues here. Without a strong ETag, the rest could come from a changed object.
             if done and state is not None and (state.tag or "").startswith('"'):
                 request.state, request.at = state, request.at + done
 
     def _may_have_ranges(self, response: Response) -> bool:
-        """Return whether the server seems to have ranges, by its earlier responses, or else by what this response announces."""
+        """Return whether the server has obeyed or announced ranges."""
         if self._has_ranges is None:
             return (response.headers.get("Accept-Ranges") or "").strip().lower() == "bytes"
         return self._has_ranges
@@ -279,7 +278,7 @@ class HttpClient:
             request.warn(f"{_IGNORED}; {effect}")
 
     def _keep(self, response: Response, state: ObjectInfo | None, request: Request) -> Copy:
-        """Return a copy of the whole object from a response that ignored the range, or raise TransientError to try again."""
+        """Copy the whole object, or raise TransientError to try again."""
         # a server that ignores the range of a request three times has no ranges until it obeys one
         if self._may_have_ranges(response) and request.num_ignored < _NUM_REPEATED:
             request.num_ignored += 1
@@ -309,7 +308,7 @@ def _show_range(response: Response) -> str:
 
 
 def _content_range(response: Response, request: Request) -> tuple[int, int, int | None]:
-    """Return the range `[begin, end)` of a partial response, and the object's length; None for the length `*`."""
+    """Return begin, end and object length of a partial response."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     if not match or match[1] is None:
         raise request.error(f"a partial response with Content-Range {_show_range(response)}", 206)
@@ -326,7 +325,7 @@ def _check_range(response: Response, request: Request, begin: int, end: int) -> 
 
 
 def _total_of(response: Response) -> int | None:
-    """Return the object's length from the `Content-Range` of a refusal; None if the header has no length."""
+    """Return the object's length from the `Content-Range` of a refusal."""
     match = _CONTENT_RANGE.fullmatch((response.headers.get("Content-Range") or "").strip())
     return int(match[3]) if match and match[3] != "*" else None
 
@@ -341,7 +340,7 @@ def _check_encoding(response: Response, request: Request) -> None:
 
 
 def _check_body(response: Response, request: Request, nbytes: int) -> None:
-    """Raise RemoteError if the head declares an encoding of the body, or a length other than `nbytes`."""
+    """Raise RemoteError for an encoded body, or a length other than `nbytes`."""
     _check_encoding(response, request)
     length = _length_of(response)
     if length is not None and length != nbytes:

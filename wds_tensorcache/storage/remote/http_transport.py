@@ -1,4 +1,4 @@
-"""HTTP requests through urllib3: pools, proxies, credentials and redirects; bodies that go straight into memory."""
+"""HTTP requests through urllib3: pools, proxies, credentials, redirects, and bodies without copies."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ _sent = threading.local()  # the request that a thread sends
 
 
 class _Head(HTTPResponse):
-    """A response of `http.client` that raises errors for damaged and truncated heads.
-
-    `http.client` accepts a head that a dropped connection has cut short. It also returns an interim head as the response,
-    unless the head is `100 Continue`. urllib3 logs the url of a damaged head, with a query that may be a signature.
-    """
+    """A response of `http.client` that raises errors for damaged and truncated heads."""
 
     def __init__(self, sock: socket.socket, *args: Any, **options: Any) -> None:
         _sent.request.watch(sock)
@@ -49,17 +45,22 @@ class _Head(HTTPResponse):
 
     def begin(self) -> None:
         super().begin()
-        while 102 <= self.status < 200:  # otherwise the next request would get the response to this request
+        # `http.client` returns interim heads as responses, except `100 Continue`. The next request would then get the response
+        # to this request.
+        while 102 <= self.status < 200:
             self.headers: Any = None  # so that `begin` reads another head
             super().begin()
+        # `http.client` accepts a head that a dropped connection has cut short. urllib3 logs the url of a damaged head, with a
+        # query that may be a signature.
         is_cut = self.status in _NEED_HEADERS and self.length != 0 and not self.fp.peek(1)
         coding = self.headers.get("Transfer-Encoding")
         if is_cut or self.headers.defects or (coding is not None and not self.chunked):
             raise HTTPException("the head is damaged, or was cut short")
 
     def _safe_read(self, amt: int) -> bytes:
-        """Read bytes, and check that each chunk ends at its stated size, which `http.client` does not check."""
+        """Read bytes, and check that each chunk ends at its stated size."""
         read: bytes = super()._safe_read(amt)  # type: ignore[misc]
+        # `http.client` does not check this
         if self.chunked and amt == 2 and read != b"\r\n":
             raise HTTPException("a chunk does not end where it should")
         return read
@@ -102,7 +103,7 @@ class Response:
         self.is_chunked = bool(self._raw.chunked)
 
     def read_into(self, view: memoryview) -> int:
-        """Read the next bytes of the body into `view`; return their number, 0 at the end of the body or the connection.
+        """Read the next bytes of the body into `view`. Return their number, 0 at the end of the body or the connection.
 
         Raises:
             TransientError: The connection failed or stalled. Bytes of the last piece are not counted.
@@ -139,7 +140,7 @@ _PLAIN: Any = {"redirect": False, "retries": False, "preload_content": False, "d
 
 
 class Transport:
-    """The transport of one client's requests: pools of connections, the environment's proxies, and credentials.
+    """The connection pools, proxies and credentials of one client's requests.
 
     Args:
         origin: The client's server.
@@ -155,7 +156,7 @@ class Transport:
         self._authorization = authorization or _read_netrc(origin)
 
     def get(self, url: str, headers: Mapping[str, str], request: Request) -> Response:
-        """Send a GET request, follow redirects, and return the response once its head has arrived.
+        """Send a GET request, and follow redirects.
 
         Credentials are sent only to the client's own server, never to a server to which it redirects.
 
@@ -163,7 +164,7 @@ class Transport:
             url: Url in the form that `web_url` returns.
 
         Returns:
-            A response whose status is neither a redirect nor one of `TRANSIENT_STATUSES`.
+            A response whose head has arrived. Its status is neither a redirect nor one of `TRANSIENT_STATUSES`.
 
         Raises:
             TransientError: The connection failed, the head did not arrive in time, or the status is transient.
@@ -222,7 +223,7 @@ class Transport:
 
 
 def _make_route(origin: str) -> _Route:
-    """Return a function that sends requests to a server, through the environment's proxy if there is one."""
+    """Return a function that sends requests to a server."""
     scheme, _, netloc = origin.partition("://")
     proxy = urllib.request.getproxies().get(scheme)
     if proxy is not None and urllib.request.proxy_bypass(netloc):
@@ -253,7 +254,7 @@ def basic_authorization(user: str, password: str) -> str:
 
 
 def _read_netrc(origin: str) -> str | None:
-    """Return the `Authorization` header for a server from the netrc file; None if it has no entry or cannot be read."""
+    """Return the `Authorization` header for a server from the netrc file."""
     path = os.environ.get("NETRC") or os.path.expanduser("~/.netrc")
     try:
         credentials = netrc.netrc(path).authenticators(urlsplit(origin).hostname or "")
@@ -281,7 +282,7 @@ def _redirect_target(url: str, location: str | None, request: Request, status: i
 
 
 def parse_retry_after(text: str | None) -> float | None:
-    """Return the seconds from now that a `Retry-After` header asks for; None if it is not valid."""
+    """Return a `Retry-After` header's seconds from now, or None if invalid."""
     with suppress(HTTPError, ValueError, OverflowError):
         return None if text is None else float(urllib3.Retry().parse_retry_after(text[:40]))
     return None

@@ -1,4 +1,4 @@
-"""Files in Hugging Face Hub repositories (`hf://datasets/ORG/NAME@REVISION/path`), read over HTTP at one commit."""
+"""Files in Hugging Face repositories (`hf://datasets/ORG/NAME@REVISION/path`), read at one commit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HubClient(HttpClient):
         self._commits: dict[tuple[str, str, str | None], str] = {}
 
     def _parse(self, request: Request) -> tuple[str, str, str, str]:
-        """Return the type and the name of a repository, its commit, and the path in the repository."""
+        """Return a repository's type, name and commit, and the path in it."""
         match = _URL.fullmatch(request.url)
         if match is None:
             raise request.error("expected hf://datasets/ORG/NAME/path, or hf://datasets/ORG/NAME@REVISION/path")

@@ -62,8 +62,9 @@ class ObjectFolder:
 
     @computed_once
     def _client(self) -> StoreClient:
-        """A client of this folder alone, because the environment may have been corrected since an earlier writer failed."""
+        """A client of this folder alone."""
         check_writable(self.path)
+        # not `client_for`: the environment may have been corrected since an earlier writer failed
         return StoreClient(origin_of(self.path))
 
     def make(self) -> None:
@@ -90,7 +91,7 @@ class ObjectFolder:
             self._wait_for_other(request)
 
     def change(self, name: str, apply: Callable[[bytes | None], bytes]) -> None:
-        """See `LocalFolder`; raise RemoteError if other writers keep changing the object for ten minutes."""
+        """Change a file as `LocalFolder` does. Raise RemoteError if other writers keep changing it for ten minutes."""
         url, begun, num_lost = self.locate(name), time.monotonic(), 0
         while True:
             before, version = self._read(url) or (None, None)
@@ -127,7 +128,7 @@ class ObjectFolder:
         self._cancel.set()
 
     def create(self, url: str, content: Any) -> None:
-        """Store a new object; raise FileExistsError if the object exists, unless an earlier attempt of this call stored it.
+        """Store a new object. Raise FileExistsError if another call has stored it.
 
         Args:
             content: Bytes, a memory map or another flat buffer; it must not change during the call.
@@ -153,10 +154,8 @@ class ObjectFolder:
             request.pause(TransientError("another request for this object is running", 409))
 
     def _check_conditions(self) -> None:
-        """Check, with a small object that is deleted again, that the store obeys the conditions of `create` and `change`.
-
-        Otherwise, writers would silently overwrite each other's shards and entries.
-        """
+        """Check that the store obeys the conditions of `create` and `change`."""
+        # Lost update: otherwise, writers would silently overwrite each other's shards and entries.
         # Google and Azure obey; Google refuses a second change of an object within a second
         if self._is_checked or self._client.scheme != "s3":
             return
@@ -179,16 +178,14 @@ class ObjectFolder:
         self._is_checked = True
 
     def _swap(self, url: str, content: bytes, version: _Version | None) -> _Version | None:
-        """Replace a version of an object, or create the object if `version` is None; return its new version.
-
-        Return None if the object has another version. If a response was lost, an earlier attempt of this call may have made
-        that version. So the caller must read the object again, and check whether it contains the change.
-        """
+        """Replace a version of an object; return the new version or None."""
         if version is not None:
             _check_tag(url, version)
         try:
             result = self._put(url, content, mode="create" if version is None else version)
         except Unmet:
+            # The object has another version. An earlier attempt of this call, whose response was lost, may have made it. So the
+            # caller must read the object again, and check whether it contains the change.
             return None
         return _version(result)
 
@@ -201,7 +198,7 @@ class ObjectFolder:
         return self._call(request, lambda store, key: store.put(key, content, use_multipart=False, **options))
 
     def _read(self, url: str) -> tuple[bytes, _Version] | None:
-        """Return the content and the version of an object; None if the object does not exist."""
+        """Return an object's content and version, or None without the object."""
         return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
     def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:
@@ -215,7 +212,7 @@ class ObjectFolder:
             self._call(Request(urls[0]), lambda store, _: store.delete(keys))
 
     def _call(self, request: Request, send: Callable[[Any, str], _Result]) -> _Result:
-        """Return the result of a request to the store; repeat the request after faults that may pass."""
+        """Send a request to the store; repeat it after transient faults."""
         with retry.bind_cancel(self._cancel):
             return request.repeat(lambda: self._client.call(request, send, is_upload=True))
 
@@ -231,12 +228,7 @@ def _check_tag(url: str, version: _Version) -> None:
 
 
 class _Upload(Output):
-    """A new object whose bytes are collected in a temporary file in the folder `TMPDIR`, and uploaded by `finish`.
-
-    The file has no name, so the system frees its space even if this process is killed.
-
-    Threads/fork: as for `Output`.
-    """
+    """A new object, collected in a temporary file and uploaded by `finish`."""
 
     def __init__(self, url: str, folder: ObjectFolder) -> None:
         self._url, self._object_folder, self._spool_folder = url, folder, tempfile.gettempdir()
@@ -244,10 +236,11 @@ class _Upload(Output):
         super().__init__(f"{shown(url)}, {where}", fsync=False)
 
     def _create(self) -> io.RawIOBase:
+        # without a name, so that the system frees its space even if this process is killed
         return tempfile.TemporaryFile(buffering=0, dir=self._spool_folder)
 
     def finish(self) -> None:
-        """Create the object by one request; raise FileExistsError if another writer has created it."""
+        """Create the object by one request. Raise errors as `ObjectFolder.create` does."""
         self.flush()
         nbytes = self._position
         content = mmap.mmap(self._file.fileno(), nbytes, access=mmap.ACCESS_READ) if nbytes else b""

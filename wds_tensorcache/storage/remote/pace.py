@@ -1,4 +1,4 @@
-"""The measured speed of a server: the latency of requests, and the rate of bytes."""
+"""The measured speed of a server: latency, and rate of bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Pace:
             return max(self.rate, self._busy_nbytes / busy_s) if busy_s > self.latency_s else self.rate
 
     def begin(self, head_s: float) -> float:
-        """Record that a head has arrived after `head_s` seconds; return the current time, for `end`."""
+        """Record that a head has arrived after `head_s` seconds. Return the current time, for `end`."""
         now = time.monotonic()
         with self._lock:
             self._num_latencies += 1

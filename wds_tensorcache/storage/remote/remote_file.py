@@ -96,7 +96,7 @@ class RemoteFile:
             self._state = self._state or ObjectInfo(nbytes, None)
 
     def fix(self, reported: ObjectInfo) -> None:
-        """Record the state that a response reports; raise FormatError if it has changed."""
+        """Record a reported state. Raise FormatError if it has changed."""
         with _lock():
             self.is_asked = True
             expected = self._state
@@ -109,7 +109,7 @@ class RemoteFile:
         Request(self.url, state=expected).check(reported)
 
     def missing_error(self, cause: FileNotFoundError) -> MissingShardError:
-        """Return the error for an object that does not exist; `cause` is the error of the request."""
+        """Return the error for a missing object; `cause` is the request's error."""
         if isinstance(cause, MissingBucketError):
             return MissingShardError(str(cause.strerror)).at(self.path)
         problem, remedy = "the shard does not exist", "check the url, or upload it again"
@@ -142,7 +142,7 @@ class RemoteFile:
         return list(map(bytes, contents))
 
     def read_tail(self, nbytes: int) -> bytes:
-        """Return the last `nbytes` bytes, or the whole object if it is shorter. The response also reports the state."""
+        """Return at most the last `nbytes` bytes. The response also reports the state."""
         try:
             reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:
@@ -167,7 +167,7 @@ class RemoteFile:
 
 
 def read_whole(url: str) -> bytes:
-    """Return the bytes of an object; raise FileNotFoundError if it is missing, RemoteError if it exceeds 256 MiB."""
+    """Return the bytes of an object. Raise FileNotFoundError if it is missing, RemoteError if it exceeds 256 MiB."""
     state, content = read_head(url, PART_NBYTES)
     if state.nbytes > MAX_WHOLE_NBYTES:
         raise Request(url).error(f"the object has {state.nbytes} bytes, more than {MAX_WHOLE_NBYTES}")

@@ -1,4 +1,4 @@
-"""The policy of all requests: faults to retry, pauses, time limits, and cancellation by the caller.
+"""The policy of all requests: retries, pauses, time limits and cancellation.
 
 The time limit of a request, with all its attempts, is 60 s. The environment variable `TENSORCACHE_REMOTE_TIMEOUT_S` sets
 another limit. For a long request, the limit is the time of the transfer at 64 KiB/s, if that is longer.
@@ -122,7 +122,7 @@ class Request:
         return self._begun + self.limit_s
 
     def watch(self, sock: socket.socket) -> None:
-        """Let `end_overdue` end reads from a socket, until `unwatch`; raise CancelledError if the request is cancelled."""
+        """Let `end_overdue` end reads from a socket, until `unwatch`. Raise CancelledError if the request is cancelled."""
         self.sock, self.cancel = sock, getattr(_local, "cancel", None)
         _in_flight().add(self)
         try:
@@ -136,12 +136,12 @@ class Request:
         _in_flight().discard(self)
 
     def extend(self, nbytes: int) -> None:
-        """Extend the time limit by the time that `nbytes` received bytes take at 64 KiB/s."""
+        """Extend the time limit for `nbytes` received bytes, at 64 KiB/s."""
         # announced bytes may never arrive, and a length of gigabytes would allow hours of attempts
         self.limit_s = max(self.limit_s, self._first_limit_s + nbytes / _SLOWEST)
 
     def error(self, problem: str, status: int | None = None) -> RemoteError:
-        """Return a RemoteError whose message contains the url, the range and the fault."""
+        """Return a RemoteError whose message contains url, range and fault."""
         where = shown(self.url)
         if self.begin is not None:
             where += f": bytes [{self.begin}, {self.end})"
@@ -154,16 +154,16 @@ class Request:
         return FileNotFoundError(errno.ENOENT, f"the server has no such {noun}", shown(self.url))
 
     def missing_bucket_error(self, bucket: str) -> MissingBucketError:
-        """Return the error for an object whose bucket or container does not exist."""
+        """Return the error for an object whose bucket does not exist."""
         problem = f"there is no bucket or container {bucket!r}; check its name, and the endpoint, region or account"
         return MissingBucketError(errno.ENOENT, problem, shown(self.url))
 
     def changed_error(self, change: str) -> FormatError:
-        """Return the error for an object that has changed since it was opened."""
+        """Return the error for an object that was changed while open."""
         return FormatError(f"the shard was changed while it was open ({change}); open it again").at(shown(self.url))
 
     def check(self, received: ObjectInfo) -> ObjectInfo:
-        """Check a received state, and return it with the expected tag if it has none; raise FormatError if it has changed."""
+        """Return a received state, with the expected tag if it has none. Raise FormatError if it has changed."""
         expected = self.state
         if expected is None:
             return received
@@ -175,7 +175,7 @@ class Request:
         return ObjectInfo(received.nbytes, received.tag or expected.tag)
 
     def repeat(self, attempt: Callable[[], _Result]) -> _Result:
-        """Return the result of an attempt; repeat it after faults that may pass, and raise RemoteError when no time remains."""
+        """Return the result of an attempt, repeated after transient faults. Raise RemoteError when no time remains."""
         while True:
             check_cancelled()
             try:
@@ -185,7 +185,7 @@ class Request:
             self.pause(fault)
 
     def pause(self, fault: TransientError) -> None:
-        """Wait a random part of a doubling pause, plus the pause that the server asks for; raise RemoteError if time is up."""
+        """Wait a random part of a doubling pause, plus the server's pause. Raise RemoteError if time is up."""
         check_cancelled()
         self._num_failed += 1
         self._num_in_vain = self._num_in_vain + 1 if self.at == self._tried_at else 0
@@ -234,7 +234,7 @@ def bind_cancel(cancel: Cancel) -> Iterator[None]:
 
 
 def check_cancelled() -> None:
-    """Raise CancelledError if the current request was cancelled, or if the interpreter ends."""
+    """Raise CancelledError if the request was cancelled or the interpreter ends."""
     cancel = getattr(_local, "cancel", None)
     # the main thread itself makes the requests of functions of `atexit`, after the threads of all executors have ended
     is_ending = _exit.is_set() and threading.current_thread() is not threading.main_thread()
@@ -251,7 +251,7 @@ def sleep(seconds: float) -> None:
 
 
 def end_overdue() -> None:
-    """Shut down the sockets of requests that are cancelled or exceed their time limits, which ends their reads."""
+    """Shut down the sockets of cancelled and overdue requests. This ends their reads."""
     now = time.monotonic()
     for request in _in_flight().copy():
         cancel, sock = request.cancel, request.sock
@@ -262,14 +262,15 @@ def end_overdue() -> None:
 
 
 def _cancel_all() -> None:
-    """Cancel all requests, unless the interpreter waits for a thread of the caller, which may need them."""
+    """Cancel all requests, unless a thread of the caller may need them."""
+    # the interpreter waits for these threads before it ends
     waited_for = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     if all(thread.name.startswith("tensorcache") for thread in waited_for):
         _exit.set()
 
 
 def timeout_s() -> float:
-    """Return the time limit of a short request with its retries, in seconds; raise ValueError if the variable is invalid."""
+    """Return the time limit of a short request with its retries. Raise ValueError if the variable is invalid."""
     text = os.environ.get(_TIMEOUT_VARIABLE)
     if not text:
         return _TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Objects of S3, Google Cloud Storage and Azure through obstore: single attempts to read and to write, and their errors."""
+"""A client of S3, Google Cloud Storage and Azure, through obstore."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ _pid: int | None = None  # of the process in which obstore started its threads
 
 
 class Unmet(Exception):
-    """A request whose condition is not met: the object exists, or has another version."""
+    """An unmet condition: the object exists, or has another version."""
 
 
 def _check_endpoint(scheme: str, request: Request) -> None:
-    """Raise RemoteError if the environment names an endpoint of S3 that cannot work."""
+    """Raise RemoteError if the environment's endpoint of S3 cannot work."""
     # Hazard: obstore panics if the endpoint is not a url, and its error for `http://` does not name the variable to set.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL") if scheme == "s3" else ():
         # the value is not shown, because it may have credentials
@@ -113,7 +113,7 @@ class StoreClient:
         self._store(timeout_s(), Request(origin))
 
     def _store(self, limit_s: float, request: Request, is_upload: bool = False) -> Any:
-        """Return a client of obstore whose requests end after `limit_s` to `2 * limit_s` seconds."""
+        """Return obstore's client with a time limit of `limit_s` to `2 * limit_s`."""
         global _pid
         # a request of a child that was forked after its parent used obstore would never end
         if _pid is not None and _pid != os.getpid():
@@ -145,7 +145,7 @@ class StoreClient:
         raise request.error(f"the store cannot be opened ({name}); check {_SETTINGS[self.scheme]}")
 
     def call(self, request: Request, send: Callable[[Any, str], _Result], *, is_upload: bool = False) -> _Result:
-        """Return `send(store, key)`; raise Unmet if the condition of the request is not met, and errors as `Client` does."""
+        """Return `send(store, key)`. Raise Unmet if the request's condition is not met, and errors as `Client` does."""
         key = bucket_and_key(request.url)[1]
         store = self._store(request.limit_s, request, is_upload)
         failed: Exception
@@ -191,7 +191,7 @@ class StoreClient:
         return TransientError(f"the server responds with status {status}", status)
 
     def _get(self, request: Request, options: dict[str, Any]) -> tuple[Any, float]:
-        """Request a read; return the response, and the seconds until its head arrived."""
+        """Request a read; return the response, and the seconds until its head."""
         if not bucket_and_key(request.url)[1]:
             raise request.error("the url has no object")
         begun = time.monotonic()

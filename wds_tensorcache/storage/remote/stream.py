@@ -1,4 +1,4 @@
-"""Read a remote object in order, with several requests in flight."""
+"""A remote object read in order, with several requests in flight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Piece:
 
 
 class RemoteStream:
-    """The bytes of a remote object, for one reader that reads them in order. Requests for the next bytes are in flight.
+    """The bytes of a remote object, for one reader. Requests for the next bytes are in flight.
 
     Every response must report the state that the object had when the stream was opened. A failed read fails again
     if it is repeated.
@@ -64,7 +64,7 @@ class RemoteStream:
         self._pieces: deque[_Piece] = deque()  # in the order of their bytes, without gaps
 
     def read(self, nbytes: int = -1) -> bytes:
-        """Return the next `nbytes` bytes, fewer at the end of the object; all remaining bytes if negative. Memory: a copy.
+        """Return at most the next `nbytes` bytes, or all if negative. Memory: a copy.
 
         Raises:
             FormatError: The object has changed since the stream was opened.
