@@ -1,1 +1,1 @@
-"""A node's cache: blocks of remote objects in a local folder, which all processes of the node share."""
+"""A node's cache: blocks of remote objects, shared by all its processes."""

@@ -1,8 +1,8 @@
-"""The file of one cached object: its bytes at their own offsets, then a header, then a map with a byte for each block.
+"""The file of one cached object: bytes, header, and map of blocks.
 
-The file is sparse. A block is present if its byte in the map is 1, which is written after the block. A crash of the machine may
-lose blocks and keep the map. So the header names the boot, and files of an earlier boot are not used. The map is at the end, so
-a truncated file has no valid map.
+The bytes are at their own offsets in the sparse file. The map has a byte for each block, which becomes 1 after the block was
+written. A crash of the machine may lose blocks and keep the map. So the header names the boot, and files of an earlier boot are
+not used. The map is at the end, so a truncated file has no valid map.
 
 Eviction removes the name of a file, and truncates the file unless a process has mapped it into memory: reading the truncated
 file there would kill the process. A reader that has the file open detects eviction with `is_current`. A process holds a lock
@@ -48,16 +48,16 @@ def _header(digest: bytes) -> bytes:
 
 
 def write_layout(path: str, digest: bytes, nbytes: int) -> None:
-    """Give an empty file the layout for an object of `nbytes` bytes, without any block; the header comes last."""
+    """Give an empty file the layout for an object, without any block."""
     begin, count = _num_blocks(nbytes) * BLOCK, _num_blocks(nbytes)
     with open(path, "r+b", buffering=0) as file:
         file.truncate(begin + BLOCK + count)
         os.posix_fallocate(file.fileno(), begin, BLOCK + count)
-        os.pwrite(file.fileno(), _header(digest), begin)
+        os.pwrite(file.fileno(), _header(digest), begin)  # last: a file without a header is not valid
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object; return None if there is no valid file of this user, object and boot."""
+    """Open the file of an object. Return None without a valid file of this user, object and boot."""
     try:
         file = BlockFile(path, os.open(path, _FLAGS), nbytes)
     except OSError as exc:
@@ -69,12 +69,11 @@ def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
 
 
 class BlockFile(ShardFile):
-    """An open file of one object, which readers use like a local shard. Only `allow_map` lets them map it into memory.
+    """An open file of one object, read like a local shard. Only `allow_map` lets readers map it.
 
     Threads/fork: any thread; a forked child shares the open file.
 
     Attributes:
-        path: Path of the file.
         fd: Descriptor, open for reading and writing as long as this object exists.
         nbytes: Length of the object.
         status: Status of the file when it was opened.
@@ -137,7 +136,7 @@ class BlockFile(ShardFile):
         return absent_runs
 
     def leading_nbytes(self) -> int:
-        """Return the length in bytes of the blocks before the first block that is not known to be present."""
+        """Return the length of the leading blocks known to be present."""
         first = self.find_absent(0, self._num_leading)  # a block that is known to be present stays so
         self._num_leading = first if first >= 0 else len(self._present)
         return self._num_leading * BLOCK
@@ -147,17 +146,18 @@ class BlockFile(ShardFile):
         return run[0] * BLOCK, min(run[1] * BLOCK, self.nbytes)
 
     def publish(self, run: tuple[int, int], content: memoryview) -> None:
-        """Write absent blocks, which the caller has locked, then mark them as present; after an OSError, they remain absent."""
+        """Write absent blocks, which the caller has locked. They remain absent after an OSError."""
         begin, _ = self.extent(run)
         while len(content):
             count = os.pwrite(self.fd, content, begin)
             begin, content = begin + count, content[count:]
+        # torn write: blocks are marked as present only after their bytes
         marks = _PRESENT * (run[1] - run[0])
         os.pwrite(self.fd, marks, self._map_at + run[0])
         self._present[run[0] : run[1]] = marks
 
     def note_use(self, now_s: float) -> None:
-        """Mark the file as used by setting its mtime, at most once a second."""
+        """Mark the file's use by its mtime, at most once a second."""
         if now_s - self._used_s >= 1:
             self._used_s = now_s
             with suppress(OSError):  # the file system has become read-only, or is full

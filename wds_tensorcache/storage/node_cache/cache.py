@@ -1,6 +1,7 @@
-"""A node's cache: reads of remote files through a local folder, or directly when the folder cannot be used.
+"""A node's cache: reads of remote files through a local folder.
 
-One process of the node fetches each block, while other processes fetch other blocks or wait.
+One process of the node fetches each block, while other processes fetch other blocks or wait. If the folder cannot be used,
+reads bypass it.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ _MAX_WAVE_NBYTES = 1 << 26  # bytes in memory at a time
 
 
 def open_node_cache(path: str | os.PathLike[str], max_nbytes: int | None = None, max_open: int = 128) -> NodeCache:
-    """Open the cache in a folder; see `open_folder` for errors, and `NodeCache` for `max_open`."""
+    """Open the cache in a folder. See `open_folder` for errors, and `NodeCache` for `max_open`."""
     return NodeCache(open_folder(path, max_nbytes), max_open)
 
 
 def read_remote(ranges: Iterable[Range]) -> None:
-    """Read ranges of remote files, each through its cache if it has a cache; see `fetch_many`."""
+    """Read ranges of remote files as `fetch_many` does, through their caches."""
     by_cache: dict[NodeCache | None, list[Range]] = {}
     for extent in ranges:
         by_cache.setdefault(extent[0].cache, []).append(extent)
@@ -43,7 +44,6 @@ class NodeCache:
     """A cache of remote files in a local folder.
 
     Args:
-        folder: Folder of the cache.
         max_open: Maximum number of local files that stay open while no read needs them.
 
     Threads/fork/pickle: safe everywhere; a copy in another process uses the same folder.
@@ -59,7 +59,7 @@ class NodeCache:
         return NodeCache, (self.folder, self._max_open)
 
     def read_many(self, ranges: Sequence[Range]) -> None:
-        """Read ranges of files, and fetch absent blocks first; errors are as for `fetch_many`."""
+        """Read ranges of files as `fetch_many` does, through local files."""
         now_s = time.monotonic()
         by_file: dict[RemoteFile, list[Range]] = {}
         for extent in _read_present(ranges, {file: self.find_local(file, now_s) for file, *_ in ranges}):
@@ -75,7 +75,7 @@ class NodeCache:
                 fetch_many(absent)
 
     def _prepare(self, by_file: Mapping[RemoteFile, Sequence[Range]]) -> dict[RemoteFile, BlockFile | None]:
-        """Fetch the absent blocks of all ranges at once, as far as the folder can hold them; return the local files."""
+        """Fetch absent blocks of the ranges; return the local files."""
         local: dict[RemoteFile, BlockFile | None] = {}
         wanted: list[_Wanted] = []
         for digest, kept in list(self._open.items()):
@@ -124,7 +124,7 @@ class NodeCache:
             warnings.warn(f"reading without the cache in {self.folder.path}: {reason}", stacklevel=user_level())
 
     def _local(self, file: RemoteFile) -> BlockFile | None:
-        """Return the local file, opened or created if needed; None if it is not open and the cache is paused."""
+        """Open or create the local file; return None while the cache rests."""
         file.digest = digest = file.digest or digest_of(file.url, file.state)
         block_file = self._open.get(digest)
         if block_file is None or not block_file.is_current():
@@ -155,7 +155,7 @@ def _end(extent: Range) -> int:
 
 
 def _read_present(ranges: Sequence[Range], local: Mapping[RemoteFile, BlockFile | None]) -> list[Range]:
-    """Read the ranges whose blocks are known to be present; return the ranges that were not read."""
+    """Read the ranges whose blocks are present; return the other ranges."""
     rest, done = list[Range](), dict[BlockFile, list[Range]]()
     for extent in ranges:
         remote, begin, buffers = extent
@@ -177,7 +177,7 @@ def _read_present(ranges: Sequence[Range], local: Mapping[RemoteFile, BlockFile 
 
 
 class _Wanted(NamedTuple):
-    """Blocks of a remote file that will be read, and the local file for them."""
+    """Blocks of a remote file to read, and its local file."""
 
     remote: RemoteFile
     file: BlockFile
@@ -185,7 +185,7 @@ class _Wanted(NamedTuple):
 
 
 def _block_runs(begins: Sequence[int], ends: Sequence[int], gap: int = 0) -> BlockRuns:
-    """Return the blocks of byte ranges `[begin, end)`, ascending, merged where at most `gap` blocks are between them."""
+    """Return the blocks of byte ranges, merged across up to `gap` blocks."""
     runs: BlockRuns = []
     for begin, end in sorted(zip(begins, ends, strict=True)):
         first, last = begin // BLOCK, -(-end // BLOCK)
@@ -208,10 +208,7 @@ def _errors_of_disk() -> Iterator[None]:
 
 
 def _fill(folder: CacheFolder, wanted: Sequence[_Wanted]) -> None:
-    """Fetch absent blocks; stop if their file is evicted; raise Bypass if not all blocks could be fetched into the cache.
-
-    Locks: a process waits only while it holds no lock of a block. Otherwise two processes could wait for each other.
-    """
+    """Fetch absent blocks; stop if their file is evicted."""
     while wanted:
         held: list[RangeLocks] = []
         try:
@@ -223,6 +220,7 @@ def _fill(folder: CacheFolder, wanted: Sequence[_Wanted]) -> None:
         finally:
             for locks in held:
                 locks.close()
+        # Deadlock: two processes that wait while they hold locks of blocks could wait for each other.
         _wait(busy)
         with _errors_of_disk():
             refreshed = [entry._replace(runs=entry.file.absent(entry.runs)) for entry in busy]
@@ -230,8 +228,9 @@ def _fill(folder: CacheFolder, wanted: Sequence[_Wanted]) -> None:
 
 
 def _open_locks(entry: _Wanted) -> RangeLocks | None:
-    """Open a file for locks of its blocks; return None if it was evicted. The locks also exclude other threads."""
+    """Open a file's block locks; return None if it was evicted."""
     try:
+        # an open file of its own, so that the locks also exclude other threads
         locks = RangeLocks(entry.file.path)
     except OSError:
         return None
@@ -242,10 +241,7 @@ def _open_locks(entry: _Wanted) -> RangeLocks | None:
 
 
 def _claim(todo: Sequence[_Wanted], held: list[RangeLocks]) -> tuple[list[_Wanted], list[_Wanted]]:
-    """Lock runs of absent blocks, until the caller closes the locks, which are appended to `held`.
-
-    Return the blocks that this process must fetch, and the runs in which another process is fetching blocks.
-    """
+    """Lock runs of absent blocks in `held`; return claimed and busy runs."""
     claimed, busy = [], []
     for entry in todo:
         locks = _open_locks(entry)
@@ -257,13 +253,13 @@ def _claim(todo: Sequence[_Wanted], held: list[RangeLocks]) -> tuple[list[_Wante
         absent = entry.file.absent(locked) if entry.file.is_current() else []
         if absent:
             claimed.append(entry._replace(runs=absent))
-        if len(locked) < len(entry.runs):
+        if len(locked) < len(entry.runs):  # another process is fetching the other runs
             busy.append(entry._replace(runs=[run for run in entry.runs if run not in set(locked)]))
     return claimed, busy
 
 
 def _wait(busy: Sequence[_Wanted]) -> None:
-    """Wait until each of the blocks was stored, or the process that fetches the block has failed."""
+    """Wait until other processes have stored the blocks, or have failed."""
     for entry in busy:
         locks = _open_locks(entry)
         if locks is None:

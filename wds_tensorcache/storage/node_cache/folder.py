@@ -1,4 +1,4 @@
-"""The folder of a node's cache: its owner, its files, and the space that they take together."""
+"""The folder of a node's cache: its owner, files and space."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Bypass(Exception):
 
 
 def lock_within(locks: RangeLocks, begin: int, length: int, *, shared: bool = False) -> None:
-    """Take a lock; raise Bypass if it is not free within 60 s. A process that was stopped may hold it forever."""
+    """Take a lock, or raise Bypass after 60 s."""
     if not wait_for(lambda: locks.lock(begin, length, shared=shared), _WAIT_S):
         raise Bypass(f"{locks.path} was locked for {_WAIT_S:.0f} s; a process was stopped", rest_s=60.0)
 
@@ -109,7 +109,7 @@ class CacheFolder:
         self._is_counted = False
 
     def open_file(self, digest: bytes, nbytes: int) -> BlockFile:
-        """Open or create the file of an object; raise Bypass if there is no room, OSError if the disk cannot be written."""
+        """Open or create the file of an object. Raise Bypass without room, OSError if the disk cannot be written."""
         path = os.path.join(self.path, digest.hex() + SUFFIX)
         file = open_block_file(path, digest, nbytes)
         if file is not None:
@@ -128,7 +128,7 @@ class CacheFolder:
         return file
 
     def reserve(self, wanted: Sequence[tuple[BlockFile, BlockRuns]]) -> None:
-        """Allocate disk space for absent blocks, which the caller has locked; evict files if needed. Errors as `open_file`."""
+        """Allocate disk space for blocks that the caller has locked. Raise errors as `open_file` does."""
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
         tables = BLOCK * sum(1 + len(runs) // _RUNS_PER_TABLE for _, runs in wanted)
         with self._lock_space() as space:
@@ -139,18 +139,15 @@ class CacheFolder:
                     os.posix_fallocate(file.fd, begin, end - begin)
 
     def _make_room(self, needed: int, space: int) -> None:
-        """Count `needed` more bytes as in use; evict files first if they do not fit.
-
-        The number in the file `space` may be too large, but is never too small. For example, a process may be killed after
-        it has increased the number. So the files are counted again if the number exceeds the limit.
-        """
+        """Count `needed` more bytes as in use; evict files if needed."""
         limit = inf if self.max_nbytes is None else self.max_nbytes - BLOCK  # `space` itself takes a block
         if needed > limit:
             raise Bypass(f"one read needs {needed + BLOCK:,} bytes, but cache_nbytes is {self.max_nbytes:,}")
         content, disk = os.pread(space, 9, 0), os.statvfs(self.path)
         free = disk.f_frsize * (disk.f_bavail - disk.f_blocks // _KEPT_FREE)
         nbytes = int.from_bytes(content, "little")
-        # Other programs may have added or deleted files since the folder was last used.
+        # A process killed after it has increased the number leaves it too large, never too small. So files are counted again
+        # before any is evicted. Other programs may have added or deleted files since the folder was last used.
         is_known = self._is_counted and len(content) == 8
         if not is_known or nbytes + needed > limit or needed > free:
             nbytes = self._evict(needed, limit, free)
@@ -158,11 +155,8 @@ class CacheFolder:
         os.pwrite(space, (nbytes + needed).to_bytes(8, "little"), 0)
 
     def _evict(self, needed: int, limit: float, free: int) -> int:
-        """Remove the least recently used files that no process is filling, until `needed` bytes and a small reserve fit.
-
-        Return the bytes that the remaining files take on disk; raise Bypass if the bytes cannot fit.
-        """
-        files = sorted(self._files())
+        """Evict files until `needed` bytes fit; return the remaining files' bytes."""
+        files = sorted(self._files())  # the least recently used first
         nbytes = sum(file_nbytes for _, file_nbytes, _ in files)
         excess = max(nbytes + needed - limit, needed - free)
         if excess > nbytes:
@@ -179,7 +173,7 @@ class CacheFolder:
         return nbytes - freed
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Yield the time of the last use, the bytes on disk, and the path of each file of the cache."""
+        """Yield last use, bytes on disk and path of each file."""
         with os.scandir(self.path) as entries:
             for entry in entries:
                 if _FILE(entry.name) and entry.is_file(follow_symlinks=False):
@@ -189,7 +183,7 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _lock_space(self) -> Iterator[int]:
-        """Hold the lock for adding and removing files and blocks; yield a descriptor of the file `space`."""
+        """Hold the lock of the file `space`; yield its descriptor."""
         path = os.path.join(self.path, _SPACE)
         if not os.path.lexists(path):
             os.makedirs(self.path, 0o700, exist_ok=True)  # the folder may have been deleted
@@ -202,14 +196,15 @@ class CacheFolder:
 
 
 def _remove(path: str) -> bool:
-    """Remove a file that no process is filling, free its space if no process has mapped it; return whether it was removed."""
+    """Try to remove a file that no process is filling."""
     try:
         with closing(RangeLocks(path)) as locks:
             # A process that fills the file, this one included, has locked bytes through another open file.
             if not is_owned(os.fstat(locks.fd), stat.S_ISREG, OTHERS_MAY_WRITE) or not locks.lock(0, MAPPED):
                 return False
             os.unlink(path)
-            # Processes that keep the file open, perhaps without using it, would keep its space, too.
+            # Processes that keep the file open, perhaps without using it, would keep its space, too. SIGBUS: a process that
+            # has mapped the file would be killed by a read.
             if locks.lock(MAPPED):
                 os.ftruncate(locks.fd, 0)
     except OSError:

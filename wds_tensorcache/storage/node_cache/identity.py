@@ -1,4 +1,4 @@
-"""Names of cached objects: a digest of url, tag and length, so that two states of an object never share a file."""
+"""Names of cached objects: digests of url, tag and length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ _SIGNATURES = re.compile(
 
 
 def digest_of(url: str, info: ObjectInfo) -> bytes:
-    """Return a digest of 32 bytes that identifies one state of an object. It does not reveal the url.
-
-    For a web server without a strong ETag, the digest also depends on the user name and the whole query, because two revisions
-    of an object may have the same date.
-    """
+    """Return a 32-byte digest of one state of an object. It does not reveal the url."""
     plain = unsigned(url)
+    # Without a strong ETag, the user name and the whole query count, too: two revisions of an object may have the same date.
     if is_web(url) and not (info.tag or "").startswith('"'):
         user, _ = credentials_of(url) or ("", "")
         plain = f"{user}@{reveal(conceal(url))}"
@@ -31,7 +28,7 @@ def digest_of(url: str, info: ObjectInfo) -> bytes:
 
 
 def unsigned(url: str) -> str:
-    """Return a url without user name and password, and without the parameters of signatures in its query."""
+    """Return a url without user name, password and signatures in its query."""
     if not is_web(url):  # `?` and `#` are part of the object's name
         return url
     parts = urlsplit(reveal(conceal(url)))
