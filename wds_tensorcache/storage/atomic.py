@@ -1,4 +1,4 @@
-"""Write files under a temporary name and then rename them, so that each file appears complete or not at all."""
+"""Atomic file writes: first under a temporary name, then a rename."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Callable, Iterable
 
 
 def temporary_path(path: str) -> str:
-    """Return a path `.NAME.TOKEN.tmp` in the folder of `path`, for a file that will later be renamed to `path`."""
+    """Return a random path `.NAME.TOKEN.tmp` in the folder of `path`."""
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{secrets.token_hex(4)}.tmp")
 
 
 def find_temporary(folder: str, names: str) -> list[str]:
-    """Return the paths of the temporary files in `folder` whose final names match the regular expression `names`."""
+    """Return paths of temporary files whose final names match a regular expression."""
     matches = re.compile(rf"\.(?:{names})\.[0-9a-f]+\.tmp").fullmatch
     return [os.path.join(folder, name) for name in os.listdir(folder or ".") if matches(name)]
 
 
 def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = lambda path: True) -> None:
-    """Delete the temporary files for which `is_ours` returns True, but no folders and no links.
+    """Delete the temporary files for which `is_ours` returns True. Folders and links stay.
 
-    The caller must hold the lock of the writers, so that no writer is active. `write_atomically` needs no lock for a list.
+    The caller must hold the lock of the writers, so that no writer is active. A `write_atomically` of a list may be active.
     """
     for path in filter(is_ours, find_temporary(folder, names)):
         with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete
@@ -34,7 +34,7 @@ def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = l
 
 
 def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> None:
-    """Write a file so that readers always see either the complete new file or the complete old file.
+    """Write a file atomically: readers see the old or the new file.
 
     Args:
         path: Path of the file; its folder must exist.
@@ -74,7 +74,7 @@ def write_atomically(path: str, parts: Iterable[bytes], fsync: bool = True) -> N
 
 
 def publish(temporary: str, path: str) -> None:
-    """Give a complete file its final name; raise FileExistsError if another file has this name."""
+    """Give a complete file its final name. Raise FileExistsError if the name is taken."""
     try:
         os.link(temporary, path)
     except OSError as exc:
@@ -87,7 +87,10 @@ def publish(temporary: str, path: str) -> None:
 
 
 def replace(temporary: str, path: str) -> None:
-    """Rename a complete file or folder. A file may replace a file, a folder an empty folder; else raise FileExistsError."""
+    """Rename a complete file or folder. A file may replace a file, and a folder an empty folder.
+
+    Raises FileExistsError if a folder would replace anything else, and OSError if the system refuses the rename.
+    """
     try:
         os.replace(temporary, path)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Files of shards: positioned reads, memory maps, and one limit on the descriptors of the process."""
+"""Files of shards: positioned reads, memory maps, and a limit on descriptors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _identity(status: os.stat_result) -> Identity:
 
 
 class Descriptor:
-    """An open file descriptor. It stays open as long as this object is referenced, so it is never closed during a read."""
+    """An open file descriptor, which is closed when this object is freed."""
 
     __slots__ = ("fd",)
 
@@ -68,15 +68,13 @@ class Descriptor:
 
 
 class _Map:
-    """A read-only memory map of a whole file. It stays mapped as long as this object is referenced, without a descriptor.
-
-    If the file is truncated in place, or the disk cannot read a page, reading the map kills the process (SIGBUS).
-    """
+    """A read-only memory map of a file, unmapped when it is freed."""
 
     count = total_nbytes = 0  # of all maps of the process
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        # not `mmap.mmap`, which keeps a second descriptor before Python 3.13
+        # SIGBUS: if the file is truncated in place, or the disk cannot read a page, reading the map kills the process.
+        # Not `mmap.mmap`, which keeps a second descriptor before Python 3.13.
         self.address: int = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
         if self.address == _MAP_FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -92,7 +90,7 @@ def _unmap(address: int, nbytes: int) -> None:
 
 
 def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return, for each range of a map, whether all its pages are in memory, bool `[n]`.
+    """Return whether all pages of each range are in memory, bool `[n]`.
 
     `shows_pages` must be True for each file.
     """
@@ -105,20 +103,19 @@ def are_resident(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) 
 
 
 def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> None:
-    """Ask the system to read ranges of maps into memory in the background; this needs no descriptors."""
+    """Ask the system to read ranges of maps in the background."""
     begins = addresses & -mmap.PAGESIZE
     sizes = addresses + nbytes - begins
     deque(map(_libc.madvise, begins.tolist(), sizes.tolist(), repeat(mmap.MADV_WILLNEED)), 0)
 
 
 class ShardFile:
-    """A local file. Reads do not use the file position, so any number of threads and forked processes may read at once.
+    """A local file, which any threads and forked processes read at once.
 
-    All files of a process share one limit on descriptors. Beyond the limit, the oldest descriptor is closed. A later read
+    All files of a process share one limit on descriptors. Beyond the limit, the oldest descriptor is closed, and a later read
     opens the file again. Maps need no descriptor.
 
     Args:
-        path: Path of the file.
         may_map: Whether `address` may map the file.
         manifest: The manifest that lists the file, for messages.
 
@@ -162,7 +159,7 @@ class ShardFile:
         return descriptor, os.fstat(descriptor.fd)
 
     def _keep(self, descriptor: Descriptor) -> None:
-        """Keep a descriptor for later reads; close the oldest descriptors of the process beyond the limit."""
+        """Keep a descriptor for later reads; close the oldest beyond the limit."""
         with _lock():
             while len(_open_files) >= (_max_open or default_max_open()):
                 # A file may be freed at any moment, and leaves the dict then.
@@ -175,7 +172,7 @@ class ShardFile:
             _open_files[self] = None
 
     def descriptor(self) -> Descriptor:
-        """Return a descriptor, open while it is referenced; raise FormatError if the file was replaced, changed or deleted."""
+        """Return a descriptor. Raise FormatError if the file was replaced, changed or deleted."""
         descriptor = self._descriptor
         if descriptor is None:
             try:
@@ -188,7 +185,7 @@ class ShardFile:
         return descriptor
 
     def check_unchanged(self) -> None:
-        """Raise FormatError if the file was written to, or replaced or deleted while it was closed. Cost: one system call."""
+        """Raise FormatError if the file was changed, or removed while closed. Cost: one system call."""
         descriptor = self._descriptor
         try:
             status = os.stat(self.path) if descriptor is None else os.fstat(descriptor.fd)
@@ -207,7 +204,7 @@ class ShardFile:
         return TarFormatError(problem, kind="truncated").at(self.path)
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)`; raise FormatError if the file is too short, or as `descriptor` does."""
+        """Return the bytes `[begin, end)`. Raise FormatError as `descriptor` does, or if the file is too short."""
         descriptor = self.descriptor()
         try:
             content = os.pread(descriptor.fd, end - begin, begin)
@@ -222,7 +219,7 @@ class ShardFile:
         return content
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Read from offset `begin` on into the 1-D byte buffers, in order; raise FormatError as `read` does."""
+        """Fill 1-D byte buffers in order, from offset `begin` on. Raise FormatError as `read` does."""
         left = sum(map(len, buffers))
         if left >= _COPIED_NBYTES and begin + left <= self.nbytes:
             view = self.view(begin, begin + left)
@@ -247,10 +244,9 @@ class ShardFile:
             raise
 
     def address(self) -> int:
-        """Return the address of a map of the file; 0 if the file is not mapped and must be read.
+        """Return the address of the file's map, or 0 without a map.
 
-        Files on network file systems and outside Linux are not mapped, because a page fault or a truncated file costs too
-        much there. A file is also not mapped if the process has reached its limits on maps.
+        No file is mapped on network file systems, outside Linux, or beyond the process's limits on maps.
         """
         if self._map is not None:
             return self._map.address
@@ -261,6 +257,7 @@ class ShardFile:
             if self._map is None:
                 if _Map.count >= _MAX_MAPS or _Map.total_nbytes + self.nbytes > _MAX_MAPPED_NBYTES:
                     return 0
+                # On a network file system, a page fault takes too long, and another machine may truncate the file (SIGBUS).
                 _, is_network = device_kind(self._device, self.path)
                 self._may_map = not is_network
                 with suppress(OSError):  # a file system without maps, or no memory for a map
@@ -269,7 +266,7 @@ class ShardFile:
             return self._map.address if self._map is not None else 0
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None:
-        """Return the bytes `[begin, end)` of the map, uint8 `[end - begin]`; None if the file is not mapped.
+        """Return the map's bytes `[begin, end)` as uint8, or None without a map.
 
         Memory: aliases the map and keeps it alive. The array is marked writable to avoid torch's warning; never write to it.
         """
@@ -278,7 +275,7 @@ class ShardFile:
         return view_address(address + begin, end - begin, self._map) if address else None
 
     def read_many(self, begins: Iterable[int], ends: Iterable[int]) -> Iterable[bytes]:
-        """Return the bytes of small ranges, from the map if the file has one. The caller calls `check_unchanged` afterwards."""
+        """Return the bytes of small ranges. The caller must call `check_unchanged` afterwards."""
         view = self.view(0, self.nbytes)
         if view is None:
             return map(self.read, begins, ends)
@@ -286,11 +283,11 @@ class ShardFile:
         return [stored[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
     def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]:
-        """Return a context manager whose value is a function like `read`, for one pass over the file."""
+        """Return a context manager with a function like `read`, for one pass."""
         return nullcontext(self.read)
 
     def is_resident(self, begin: int) -> bool:
-        """Return whether the byte at offset `begin` is in memory; without system support, True only on tmpfs and ramfs."""
+        """Return whether the byte at `begin` is in memory. Without system support, True only on tmpfs and ramfs."""
         if _NOWAIT:
             descriptor = self.descriptor()
             with suppress(OSError):  # not in memory, or no support in the file system
@@ -298,7 +295,7 @@ class ShardFile:
         return device_kind(self._device, self.path)[0] in MEMORY
 
     def will_need(self, begin: int, end: int) -> None:
-        """Ask the system to read the bytes `[begin, end)` into memory in the background."""
+        """Ask the system to read `[begin, end)` into memory in the background."""
         if hasattr(os, "posix_fadvise"):
             descriptor = self.descriptor()
             os.posix_fadvise(descriptor.fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
@@ -317,7 +314,7 @@ File: TypeAlias = "ShardFile | RemoteFile"  # the reads of a `RemoteFile` are re
 
 
 class Files:
-    """The files of an open cache, by path or url. No file may change: `get` refuses a file that differs from the expected file.
+    """The files of an open cache, by path or url. `get` refuses a changed file.
 
     Args:
         may_map: Whether batches may be copied from memory maps.
@@ -349,7 +346,7 @@ class Files:
         self._closed = False
 
     def get(self, path: str) -> File:
-        """Return the file at a path or url, without a request to a server.
+        """Return the file at a path or url. This makes no request.
 
         Raises:
             OSError: The file cannot be opened; MissingShardError if it does not exist.
@@ -380,9 +377,9 @@ class Files:
     def expect(
         self, path: str, manifest: str | None = None, status: os.stat_result | None = None, nbytes: int | None = None
     ) -> None:
-        """Record the state of a local file, so that `get` refuses any other state, or the length of a remote file.
+        """Record a local file's state, or a remote file's length.
 
-        If a state is recorded already, it stays.
+        `get` then refuses a local file in another state. A recorded state never changes.
 
         Args:
             manifest: Path of the manifest that lists the file, for messages.
@@ -406,7 +403,7 @@ class Files:
         return self._manifests.get(path)
 
     def close(self) -> None:
-        """Close each file as soon as no read uses it; `get` then raises ValueError. Views of maps stay valid."""
+        """Close each file once no read uses it. Then `get` raises ValueError; views of maps stay valid."""
         self._closed = True
         self._files.clear()
         if self._node_cache is not None:
@@ -436,6 +433,6 @@ _lock = per_process(threading.Lock)  # held while a file enters `_open_files`, o
 
 
 def default_max_open() -> int:
-    """Return a quarter of the process's descriptor limit, but at least 8 and at most 256."""
+    """Return a quarter of the process's descriptor limit, from 8 to 256."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 256 if soft == resource.RLIM_INFINITY else max(8, min(256, soft // 4))

@@ -1,4 +1,4 @@
-"""A folder of shards, their indexes and a manifest, on a local disk or in an object store."""
+"""Folders of shards, indexes and a manifest: local, or at a url."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class LocalFolder:
         return os.path.join(self.path, name)
 
     def names(self) -> list[str]:
-        """Return the sorted names of all files and local subfolders; an empty list if the folder does not exist."""
+        """Return the sorted names of files and local subfolders. A missing folder has none."""
         try:
             return sorted(os.listdir(self.path or os.curdir))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file; None if it does not exist. Above 256 MiB, raise FormatError or RemoteError."""
+        """Return a file's content, or None without the file. Above 256 MiB, raise FormatError or RemoteError."""
         file = open_if_exists(self.locate(name))
         if file is None:
             return None
@@ -124,4 +124,4 @@ class LocalFolder:
         return Output(path, self._fsync)
 
     def cancel(self) -> None:
-        """End the requests of other threads that change files, and refuse later requests. A local folder makes no requests."""
+        """End all requests that change files, and refuse later requests. A local folder makes none."""

@@ -1,4 +1,4 @@
-"""Copy many byte ranges of files into one block of memory: from memory maps if possible, otherwise by positioned reads.
+"""Copies of many byte ranges of files into one block of memory.
 
 Measured per sample of 3 tensors and 450 KB, in batches of 32, by one and two threads on two cores. One call of torch for each
 tensor takes 38 and 21 us, and `memmove` 40 and 25 us. `preadv` takes 33 to 72 and 25 to 40 us, depending on the pages of the
@@ -58,7 +58,7 @@ _GAP_NBYTES = 1 << 14  # reading a gap of up to this many bytes is cheaper than 
 
 
 class RangeFile(Protocol):
-    """A file, or memory, that `gather` copies from; see `storage.files.ShardFile`."""
+    """A file or memory that `gather` copies from, such as `ShardFile`."""
 
     def address(self) -> int: ...
     def read_into(self, buffers: Sequence[memoryview], begin: int, /) -> None: ...
@@ -89,7 +89,7 @@ def gather(
     num_threads: int = 1,
     executor: Callable[[], Executor | None] = lambda: None,
 ) -> None:
-    """Copy ranges of files into `memory`, 1-D uint8.
+    """Copy ranges of files into `memory`, 1-D uint8. Files without a map are read.
 
     Args:
         files: The files, by their numbers in `ranges`.
@@ -98,9 +98,8 @@ def gather(
 
     Raises:
         FormatError: A file is too short, or it has changed since it was opened.
-
-    If a mapped file is truncated in place between the check and the copy, SIGBUS kills the process.
     """
+    # SIGBUS: if a mapped file is truncated in place between this check and the copy, the copy kills the process.
     for file in files.values():  # one system call for each file, and one after the copy
         file.check_unchanged()
     if not ranges.nbytes.any():
@@ -179,9 +178,9 @@ def _as_rows(
     Args:
         sources: Addresses of the rows, int64 `[T, B]`.
         lowest, highest: Least and greatest address, also among rows of other tensors.
-        widths: Length of a row of each tensor in bytes, int64 `[T]`.
-        firsts: Offset in `memory` of the first row of each tensor, int64 `[T]`.
-        pitches: Distance between rows of each tensor in bytes, int64 `[T]`.
+        widths: Row length of each tensor in bytes, int64 `[T]`.
+        firsts: Offset in `memory` of each tensor's first row, int64 `[T]`.
+        pitches: Distance between a tensor's rows in bytes, int64 `[T]`.
     """
     if not len(widths):
         return []
@@ -204,20 +203,17 @@ def _as_rows(
 
 
 def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
-    """Copy rows `[begin, end)` of tensors, in one call for each tensor. Large copies release the GIL.
-
-    Threads: runs in the caller's thread alone. Threads of OpenMP wait for each other, and do not exist in a forked child.
-    """
+    """Copy rows `[begin, end)` of tensors, by one call for each."""
     set_num_threads, num_threads = _openmp_setter(), torch.get_num_threads()
     if not tensors or set_num_threads is None:
         return
-    set_num_threads(1)
+    set_num_threads(1)  # threads of OpenMP wait for each other, and do not exist in a forked child
     try:
         for windows, numbers, rows in tensors:
             out, chosen = rows[begin:end], numbers[begin:end]
             if out.nbytes <= _SMALL_NBYTES:
                 out[:] = windows[chosen]
-            else:
+            else:  # releases the GIL
                 torch.index_select(torch.from_numpy(windows), 0, torch.from_numpy(chosen), out=torch.from_numpy(out))
     finally:
         set_num_threads(num_threads)
@@ -225,7 +221,7 @@ def _select(tensors: Sequence[_Rows], begin: int, end: int) -> None:
 
 @cache
 def _openmp_setter() -> Callable[[int], object] | None:
-    """Return the function that sets the number of OpenMP threads for torch's calls from this thread; None if not found."""
+    """Return the function that sets this thread's number of OpenMP threads."""
     num_threads = torch.get_num_threads()
     for library in (None, torch._C.__file__):  # a preloaded library comes before torch's own
         with suppress(OSError, AttributeError):
@@ -239,11 +235,7 @@ def _openmp_setter() -> Callable[[int], object] | None:
 
 
 def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | None) -> Array:
-    """Return the positions of the samples to announce, ascending; none within 20 ms of the last look, unless memory is short.
-
-    Large samples are announced if they are not in memory. Of small samples, a few are probed, and all are announced if a probed
-    sample is not in memory. `base` contains the addresses of the samples' maps.
-    """
+    """Return the ascending positions of samples to announce. `base` has their maps' addresses."""
     global _short_until, _next_look
     now, count = monotonic(), len(ranges.file)
     is_short = now < _short_until
@@ -260,6 +252,7 @@ def _find_cold(files: Mapping[int, RangeFile], ranges: Ranges, base: Array | Non
         last = (ranges.begin[:, probed] + ranges.nbytes[:, probed]).max(0) - 1
         sources = [files[number] for number in ranges.file[probed].tolist()]  # closed files are opened again
         missing = [i for i, file, at in zip(probed, sources, last.tolist(), strict=True) if not file.is_resident(at)]
+        # each large sample that is missing, or all small samples if a probed one is missing
         cold = np.array(missing, np.int64) if is_large or not missing else np.arange(count)
     if len(cold):
         _short_until = now + _SHORT_S
@@ -272,7 +265,7 @@ def _find_incomplete(ranges: Ranges, base: Array, samples: Array) -> Array:
 
 
 def _extents(ranges: Ranges, samples: Array) -> tuple[Array, Array, Array]:
-    """Return the byte ranges to announce for samples: the position of the sample, the begin and the end of each range."""
+    """Return the ranges to announce: the sample, begin and end of each."""
     begins = ranges.begin[:, samples]
     ends = begins + ranges.nbytes[:, samples]
     first, last = begins.min(0), ends.max(0)
@@ -288,7 +281,7 @@ def _read(
     num_threads: int,
     executor: Callable[[], Executor | None],
 ) -> None:
-    """Read ranges: one system call for each sample and each run of tensors with small gaps between them."""
+    """Read ranges, by one system call for each of `runs`."""
     ranges = ranges.select(np.lexsort((ranges.begin[0], ranges.file)))  # in the order in which a disk has them
     cold, numbers = _find_cold(files, ranges, None), ranges.file.tolist()
 
@@ -306,9 +299,9 @@ def _read(
 
 
 def runs(ranges: Ranges, memory: Array, gap_nbytes: int = 0) -> Iterator[tuple[int, int, list[memoryview]]]:
-    """Yield, for each run of tensors of a sample, the number of the file, the run's offset, and the buffers to fill.
+    """Yield file number, offset and buffers of each run of tensors.
 
-    A run contains tensors with up to `gap_nbytes` bytes between them. These bytes are read into unused memory.
+    A run contains tensors of one sample with gaps of at most `gap_nbytes` bytes. Gaps are read into unused memory.
     """
     order = ranges.begin.argsort(0, kind="stable")
     columns = (np.take_along_axis(part, order, 0).T.tolist() for part in (ranges.begin, ranges.nbytes, ranges.target))
@@ -339,10 +332,7 @@ def _run(
     executor: Callable[[], Executor | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `call` on several threads, each with a range `[begin, end)` of the samples.
-
-    The caller's thread calls `prepare` when the other threads have started, and then handles its own range.
-    """
+    """Run `call` on ranges of the samples, on several threads."""
     count = len(nbytes)
     parts = max(1, min(num_threads, count, int(nbytes.sum()) // _PART_NBYTES))
     pool = executor() if parts > 1 else None
@@ -356,7 +346,7 @@ def _run(
     futures: list[Future[None]] = []
     try:
         futures.extend(pool.submit(call, begin, end) for begin, end in pairwise(edges))
-        prepare()
+        prepare()  # while the other threads run
         call(0, edges[0])
     finally:
         # A thread that still runs would write into memory that another batch may use.

@@ -1,7 +1,6 @@
-"""Locks on files and folders (`flock`), and on byte ranges of a file.
+"""Locks on files, on folders, and on byte ranges of a file.
 
-The system releases them when the processes that hold them end. Some network file systems have no locks on files and folders.
-Nothing is locked there.
+The system releases them when the processes that hold them end. On some network file systems, files and folders are not locked.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BUSY = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
-    """Call `take` until its result is not False, for at most `wait_s` seconds; return the last result."""
+    """Call `take` until it is not False, at most for `wait_s` seconds. Return the last result."""
     until, pause_s = time.monotonic() + wait_s, 0.0002
     while (is_taken := take()) is False and time.monotonic() < until:
         time.sleep(pause_s)
@@ -37,11 +36,7 @@ def wait_for(take: Callable[[], bool | None], wait_s: float) -> bool | None:
 class OwnedFile:
     """An open file or folder. It is closed by `close`, or when this object is freed.
 
-    The kernel releases a lock when all processes that have the file open have closed it. So a forked child closes its copy.
-    Otherwise the child would keep the lock of a parent that is killed.
-
     Attributes:
-        path: Path of the file or folder.
         fd: Descriptor; -1 after `close`.
         in_children: True if forked children keep their copies of the descriptor.
 
@@ -62,11 +57,13 @@ class OwnedFile:
 
 
 class Flock(OwnedFile):
-    """An exclusive lock on a file or folder until `close`. The constructor waits for the lock for at most `wait_s` seconds.
+    """An exclusive lock on a file or folder until `close`.
+
+    Args:
+        wait_s: Seconds for which the constructor waits for the lock.
 
     Attributes:
-        is_locked: True if this object took the lock, False if another process or object held it, None if the file system has
-            no locks.
+        is_locked: True with the lock, False if another process or object held it, None if the file system has no locks.
     """
 
     is_locked: bool | None = False
@@ -76,7 +73,7 @@ class Flock(OwnedFile):
         self.is_locked = wait_for(lambda: _flock(self.fd, fcntl.LOCK_EX), wait_s)
 
     def close(self) -> None:
-        """Release the lock, if this object holds it, and close the file or folder."""
+        """Release the lock, and close the file or folder."""
         if self.fd >= 0 and self.is_locked:
             # Closing is not enough if a child that was forked just now has not closed its copy yet.
             fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -84,7 +81,7 @@ class Flock(OwnedFile):
 
 
 def _flock(fd: int, kind: int) -> bool | None:
-    """Take a lock and return True; False if another open file holds it, None if the file system has no locks."""
+    """Take a lock; return False if it is held, None without locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -96,7 +93,7 @@ def _flock(fd: int, kind: int) -> bool | None:
 
 @contextlib.contextmanager
 def locked_folder(folder: str) -> Iterator[bool]:
-    """Hold the lock of a folder, which protects changes of shared files in it.
+    """Hold the lock of a folder while shared files in it change.
 
     Yields True with the lock, and False if the file system has no locks on folders, for example NFS. Raises FileExistsError if
     another process or thread still held the lock after 60 s.
@@ -109,17 +106,20 @@ def locked_folder(folder: str) -> Iterator[bool]:
 
 
 def find_writer(folder: str) -> str | None:
-    """Return "this process" or "another process" if a writer of shards, or a write by Ray, is active in a folder, else None.
+    """Return "this process" or "another process" if a writer is active.
 
-    The manifest may not list the new shards of an active writer yet. On a file system without locks, a writer counts as
-    active until its lock file is deleted.
+    Otherwise, return None. A write by Ray counts, too. The manifest may not list the new shards of an active writer yet. On a
+    file system without locks, a writer counts as active until its lock file is deleted.
     """
     paths = [os.path.join(folder, name) for name in os.listdir(folder) if _LOCK(name)]
     return next((holder_of(path) for path in paths if is_held(path)), None)
 
 
 def holder_of(path: str) -> str:
-    """Return "this process" if it has a `Flock` of the file that no other process held; otherwise "another process"."""
+    """Return "this process" if it holds a `Flock` of the file.
+
+    Otherwise, return "another process". Without locks, every open `Flock` counts as held.
+    """
     files = [ref() for ref in _OPEN.keyrefs()]  # a copy, because other threads may open files now
     own = [os.path.realpath(file.path) for file in files if isinstance(file, Flock) and file.is_locked is not False]
     return "this process" if os.path.realpath(path) in own else "another process"
@@ -136,7 +136,7 @@ def is_held(path: str) -> bool:
 
 
 def lock_range(fd: int, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
-    """Lock bytes of the open file with descriptor `fd`; see `RangeLocks.lock`."""
+    """Lock bytes of an open file; see `RangeLocks.lock`."""
     kind = fcntl.F_RDLCK if shared else fcntl.F_WRLCK
     command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
     try:
@@ -149,7 +149,7 @@ def lock_range(fd: int, begin: int, length: int = 1, *, shared: bool = False, wa
 
 
 class RangeLocks(OwnedFile):
-    """An open file whose bytes can be locked: exclusively by one holder, or shared by any number of holders.
+    """An open file whose bytes can be locked, exclusively or shared.
 
     The holder of a lock is this object, not a thread or a process (Linux, "open file description locks"). Two objects of this
     class exclude each other, even in one thread. The kernel releases the locks when the last process with this
@@ -166,21 +166,22 @@ class RangeLocks(OwnedFile):
         super().__init__(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def lock(self, begin: int, length: int = 1, *, shared: bool = False, wait: bool = False) -> bool:
-        """Lock `length` bytes from byte `begin` on, or all later bytes if `length` is 0; return whether the lock was taken.
+        """Lock `length` bytes from byte `begin` on. Return whether the lock was taken.
 
-        With `shared`, other holders may share the lock. With `wait`, wait until no other holder has a conflicting lock.
+        A `length` of 0 means all later bytes. With `shared`, other holders may share the lock. With `wait`, wait until no other
+        holder has a conflicting lock.
         """
         return lock_range(self.fd, begin, length, shared=shared, wait=wait)
 
     def unlock(self, begin: int, length: int = 1) -> None:
-        """Release this object's locks on `length` bytes from byte `begin` on, or on all later bytes if `length` is 0."""
+        """Release this object's locks on bytes; arguments are as for `lock`."""
         if self.fd < 0:
             return  # closed, for example in a child that was forked while a lock was held
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _RANGE.pack(fcntl.F_UNLCK, os.SEEK_SET, begin, length, 0))
 
     @contextlib.contextmanager
     def held(self, begin: int) -> Iterator[None]:
-        """Wait for the exclusive lock of byte `begin`, and hold it during the `with` block."""
+        """Wait for the exclusive lock of byte `begin`, and hold it."""
         try:
             self.lock(begin, wait=True)
             yield
@@ -188,7 +189,7 @@ class RangeLocks(OwnedFile):
             self.unlock(begin)
 
     def locked_by_others(self, begin: int, length: int) -> list[int]:
-        """Return the first byte of each range in `[begin, begin + length)` that other holders have locked, ascending."""
+        """Return the first bytes of ranges that other holders have locked, ascending."""
         locked, todo = [], [(begin, begin + length)]
         while todo:
             begin, end = todo.pop()
@@ -211,5 +212,6 @@ def _close_in_child() -> None:
             OwnedFile.close(file)  # without unlocking the parent's file
 
 
-# A comparison of process ids cannot do this: the child may never use the file, and would keep its lock all the same.
+# Fork: the kernel releases a lock when every process that has the file open has closed it. The child's copy would keep the
+# lock of a killed parent. A comparison of process ids cannot help, because the child may never use the file.
 os.register_at_fork(after_in_child=_close_in_child)

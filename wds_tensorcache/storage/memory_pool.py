@@ -1,4 +1,4 @@
-"""Recycled host memory: the first use of new pages costs several times as much as copying into them.
+"""Recycled host memory, because the first use of new pages is slow.
 
 Copying 450 KB into new pages takes 280 us; copying it into pages that were used before takes 50 us.
 """
@@ -19,11 +19,13 @@ _HUGE_NBYTES = 1 << 22  # at least two huge pages
 
 
 class Pool:
-    """Arenas (anonymous memory maps) that are leased as arrays. An arena becomes idle when no reference to its array remains.
+    """Arenas (anonymous memory maps) that are leased as arrays.
+
+    An arena becomes idle when no reference to its array remains.
 
     Args:
-        max_idle_nbytes: Maximum total length of idle arenas. Arenas above the limit are returned to the system: at once if
-            the arenas of one size alone exceed the limit, otherwise at the next lease.
+        max_idle_nbytes: Maximum total length of idle arenas. Arenas above the limit are freed at the next lease, or at once
+            if the arenas of one size alone exceed it.
 
     Threads/fork/pickle: any thread. A forked child has private copies; a pickled copy is a new pool with the same limit.
     """
@@ -64,7 +66,7 @@ class Pool:
         return array
 
     def _free(self, nbytes: int, kept: int) -> None:
-        """Return `nbytes` or more bytes of idle arenas to the system, if possible, but no arenas of length `kept`."""
+        """Free `nbytes` bytes of idle arenas, but no arenas of length `kept`."""
         for size, arenas in list(self._idle.items()):
             while nbytes > 0 and arenas and size != kept:
                 with contextlib.suppress(IndexError):  # another thread has taken the last arena
@@ -72,7 +74,7 @@ class Pool:
                 nbytes -= size
 
     def close(self) -> None:
-        """Return all idle arenas to the system. An arena that becomes idle later is returned at once."""
+        """Free all idle arenas, and later arenas once they become idle."""
         self._closed = True
         self._leases.clear()  # each arena is freed with the last reference to its array
         self._idle.clear()
@@ -89,7 +91,8 @@ def _return(arena: mmap.mmap, leases: dict[int, Any], idle: deque[mmap.mmap], _:
 
 @lru_cache(1 << 12)
 def _size_class(nbytes: int) -> int:
-    """Return `nbytes` rounded up, by at most an eighth or 64 KiB, so that batches of similar size share arenas."""
+    """Return `nbytes` rounded up, by at most an eighth or 64 KiB."""
+    # so that batches of similar size share arenas
     step = max(_MIN_NBYTES, 1 << max(0, nbytes.bit_length() - 4))
     return -(-max(nbytes, 1) // step) * step
 

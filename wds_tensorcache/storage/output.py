@@ -1,4 +1,4 @@
-"""Write a file under a temporary name, and rename it when it is complete; a separate thread writes pieces of medium size."""
+"""A new file under a temporary name, partly written on a thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POOL = Pool(_STAGE_NBYTES * (_MAX_STAGES + 1))
 
 
 def write_at_once(nbytes: int) -> None:
-    """Make this process write pieces of `nbytes` bytes or more without a copy, because other processes need the cores."""
+    """Make this process write pieces of `nbytes` or more without a copy. This spares cores for other processes."""
     global _large_nbytes
     _large_nbytes = nbytes
 
@@ -36,12 +36,7 @@ class Output:
     Pieces are copied into a stage, which a thread writes while the caller encodes the next samples. On a memory file system,
     the copy of 450 KB takes 40 us, and the system call 130 us. Large pieces are written by the caller, without a copy.
 
-    After a write, the thread waits for the GIL. Each torch call of the caller releases it for an instant, which wakes the
-    thread in vain: encoding samples of 4 KB takes 1.3 times as long. Therefore the caller itself writes a stage that contains
-    only small pieces, which takes far less time than encoding them.
-
-    With `fsync`, the file is flushed to disk before it gets its final path, so that a crash cannot leave wrong bytes. The disk
-    begins to write each piece at once. Otherwise the caller would wait for the whole file at its end.
+    With `fsync`, the file is flushed to disk before it gets its final path, so that a crash cannot leave wrong bytes.
 
     Threads/fork: one thread at a time; not usable in a forked child.
     """
@@ -65,7 +60,7 @@ class Output:
         return open(self.temporary, "xb", buffering=0)
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
-        """Append bytes-like `parts` of `nbytes` bytes, which the caller may then change; raise OSError as `check` does."""
+        """Append bytes-like `parts` of `nbytes` bytes, which may change afterwards. Raise OSError as `check` does."""
         self.check()
         if nbytes >= _large_nbytes:
             self.flush()
@@ -87,11 +82,14 @@ class Output:
         self._filled = position
 
     def fail(self, failure: BaseException) -> None:
-        """Make all later calls of `append`, `flush` and `finish` raise OSError, unless an earlier error already does."""
+        """Make later calls of `append`, `flush` and `finish` raise OSError. An earlier failure stays the reason."""
         self._failure = self._failure or failure
 
     def _hand_over(self) -> None:
-        """Write the stage: in the caller's thread if all its pieces are small, otherwise in the writing thread."""
+        """Write the stage, or let the thread write it."""
+        # GIL: after a write, the thread waits for it. Each torch call of the caller releases it for an instant, which wakes the
+        # thread in vain: encoding samples of 4 KB takes 1.3 times as long. So the caller itself writes a stage of small pieces,
+        # which takes far less time than encoding them.
         self._wait(0 if self._is_small else _MAX_STAGES - 1)
         if self._filled and self._is_small:
             self._write([self._stage[: self._filled]])
@@ -107,7 +105,7 @@ class Output:
         self.check()
 
     def flush(self) -> None:
-        """Wait until the operating system has all appended bytes; raise OSError as `check` does."""
+        """Wait until the operating system has all bytes. Raise OSError as `check` does."""
         self._hand_over()
         self._wait(0)
 
@@ -135,10 +133,11 @@ class Output:
             parts = skip_bytes(parts, os.writev(fd, parts[:MAX_BUFFERS]))
         self._position += nbytes
         if self._fsync:
+            # otherwise `finish` would wait for the whole file
             start_writeback(fd, begin, nbytes)
 
     def finish(self) -> None:
-        """Give the file its final path; raise FileExistsError if the path exists, OSError if bytes could not be written."""
+        """Give the file its final path. Raise FileExistsError if the path exists, OSError as `check` does."""
         self.flush()
         if self._fsync:
             os.fsync(self._file.fileno())
@@ -148,11 +147,11 @@ class Output:
             fsync_folder(os.path.dirname(self.path))
 
     def drop(self) -> None:
-        """Delete the temporary file; if that fails, the next writer deletes it. Do nothing in a forked child."""
+        """Delete the temporary file. Do nothing in a forked child."""
         if self._pid != os.getpid():
             return  # a forked child also exits the `with` block that it inherited
         self._close()
-        with contextlib.suppress(OSError):  # the file was renamed, or has no name
+        with contextlib.suppress(OSError):  # the file was renamed, has no name, or stays for the next writer to delete
             os.remove(self.temporary)
 
     def _close(self) -> None:

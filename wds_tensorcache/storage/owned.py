@@ -1,4 +1,4 @@
-"""Files and folders of one user: create them, open them, check their owner, and explain a full file system."""
+"""Files and folders of one user, and errors of full file systems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OTHERS_MAY_WRITE = 0o022
 
 
 def is_owned(status: os.stat_result, is_kind: Callable[[int], bool], refused: int = ALONE) -> bool:
-    """Return whether a file or folder has the right kind, belongs to this user, and refuses permissions to other users.
+    """Return whether a file or folder is this user's, without `refused` permissions.
 
     `is_kind` is `stat.S_ISREG` or `stat.S_ISDIR`; `refused` is `ALONE` or `OTHERS_MAY_WRITE`.
     """
@@ -32,7 +32,7 @@ def check_owner(path: str, status: os.stat_result, is_kind: Callable[[int], bool
 
 
 def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, os.stat_result]:
-    """Open a file that only this user can access; return its descriptor and status.
+    """Open a file that only this user can access. Return descriptor and status.
 
     With `dir_fd`, the file is opened in that folder by the last part of `path`. Raises OSError for a symbolic link, and
     PermissionError if it is not a regular file, or other users can access it.
@@ -53,9 +53,9 @@ def open_owned(path: str, flags: int, dir_fd: int | None = None) -> tuple[int, o
 
 
 def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
-    """Create a file that only this user can access, with `content`; raise FileExistsError if the path exists.
+    """Create a file that only this user can access. Raise FileExistsError if the path exists.
 
-    Reserve `nbytes` bytes of disk space; the file is extended with zeros to this length.
+    Reserve `nbytes` bytes of disk space, and extend the file with zeros to this length.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -70,7 +70,7 @@ def write_file(path: str, content: bytes = b"", nbytes: int = 0) -> None:
 
 @contextlib.contextmanager
 def explain_no_space(path: str, content: str) -> Iterator[None]:
-    """Add sizes and the remedy to the OSError of a full file system. The message says that `content` needs space at `path`."""
+    """Add sizes and the remedy to a full file system's OSError. `content` names what needs space."""
     try:
         yield
     except OSError as exc:

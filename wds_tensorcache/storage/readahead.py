@@ -1,4 +1,4 @@
-"""Read a file once from beginning to end, in pieces. The threads of an optional pool read ahead."""
+"""One pass over a file, in pieces that threads may read ahead."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Readable(Protocol):
 
 @dataclass(slots=True)
 class Readers:
-    """The threads that read ahead, in one or several files at a time."""
+    """The threads that read ahead, in one or several files."""
 
     pool: Executor | None = None  # None reads each piece in the thread that asks for it
     threads: int = 1  # for each file, on average; up to two pieces of a file per thread are read ahead
@@ -38,14 +38,10 @@ class Readers:
 
 
 class ReadAhead:
-    """The bytes of a file, for a caller that reads them mostly in order.
+    """The bytes of a file, read mostly in order.
 
     If a piece cannot be read, `read` and `digest` try again with only the bytes that they need. So only requests for unreadable
     bytes fail.
-
-    Args:
-        file: File to read.
-        readers: Threads that read ahead.
 
     Threads: one caller. Memory: one piece; with a pool, two pieces per thread and two more. The next file recycles them.
     """
@@ -86,7 +82,7 @@ class ReadAhead:
             self._begin = begin if is_here else self._end
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)` of the file; raise OSError or FormatError if they cannot be read. Memory: a copy."""
+        """Return the bytes `[begin, end)`. Raise OSError or FormatError if they cannot be read. Memory: a copy."""
         if end > self._end and begin < self._file.nbytes:
             self._advance(begin)
         if self._begin <= begin and end <= self._end:
@@ -94,7 +90,7 @@ class ReadAhead:
         return self._file.read(begin, end)
 
     def digest(self, begin: int, end: int) -> int:
-        """Return the XXH3-64 of the bytes `[begin, end)` of the file; raise OSError or FormatError if they cannot be read."""
+        """Return the XXH3-64 of the bytes `[begin, end)`. Raise errors as `read` does."""
         state = xxhash.xxh3_64()
         while begin < end:
             self._advance(begin)

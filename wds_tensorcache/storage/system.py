@@ -1,4 +1,4 @@
-"""Properties of the machine: file systems, memory, cores; limits of system calls, and of files that are read as a whole."""
+"""Properties of the machine, and limits of system calls and files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ESCAPES = {ord(character): f"\\{ord(character):03o}" for character in " \t\n\\"
 
 
 def file_system(path: str) -> tuple[str, bool]:
-    """Return the type of the file system that contains `path` ("" if unknown), and whether it is a network file system."""
+    """Return the type of a path's file system ("" if unknown). Also return whether it is a network file system."""
     # mountinfo escapes characters as \ooo
     path = os.path.realpath(path).translate(_ESCAPES)
     ends = [at for at, character in enumerate(path) if character == "/"]
@@ -55,7 +55,7 @@ def device_kind(device: int, path: str) -> tuple[str, bool]:
 
 
 def boot_id() -> str:
-    """Return a string that changes whenever the machine starts; "" if it is unknown."""
+    """Return an id that changes whenever the machine starts; "" if unknown."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return boot.read().strip()
     return ""
@@ -73,10 +73,10 @@ def num_cores() -> int:
 
 
 def end_with_parent(parent: int | None) -> None:
-    """On Linux, have this process killed when the thread that started it ends, also if its parent is killed.
+    """Let Linux kill this process when the thread that started it ends.
 
     `parent` is the pid of the parent; None if another process forks, as for `forkserver`. If the parent has ended already, this
-    process exits at once.
+    process exits at once. On other systems, this does nothing.
     """
     if _IS_LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -85,7 +85,7 @@ def end_with_parent(parent: int | None) -> None:
 
 
 def start_writeback(fd: int, begin: int, nbytes: int) -> None:
-    """Start writing a changed range of a file to disk, on Linux. `os.fsync` reports errors."""
+    """Start writing a changed range to disk, on Linux. `os.fsync` reports errors."""
     if _IS_LINUX:
         _sync_file_range(fd, begin, nbytes, _SYNC_FILE_RANGE_WRITE)
 

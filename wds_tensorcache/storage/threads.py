@@ -1,4 +1,4 @@
-"""Run jobs on threads and return results in order; create values once per process."""
+"""Jobs on threads with results in order, and values of a process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MEANWHILE_S = 0.1  # pause between two calls of `meanwhile`
 
 
 class Threads(ThreadPoolExecutor):
-    """An executor that runs jobs in the caller's thread after the main thread has ended.
+    """An executor that still works after the main thread has ended.
 
-    Python then starts no more threads, but still runs other threads and the functions of `atexit`, which may write or
-    read samples.
+    It then runs jobs in the caller's thread. Python starts no more threads, but still runs other threads and the functions
+    of `atexit`, which may write or read samples.
     """
 
     _is_open = True
@@ -44,10 +44,9 @@ class Threads(ThreadPoolExecutor):
 
 
 class computed_once(Generic[_Result]):
-    """A decorator like `functools.cached_property`, but without a lock; threads may compute a value at the same time.
+    """A decorator like `functools.cached_property`, but without a lock.
 
-    Hazard: before Python 3.12, all objects of a class share that lock, and a child that is forked meanwhile finds it held
-    forever.
+    Threads may compute a value at the same time.
     """
 
     def __init__(self, compute: Callable[[Any], _Result]) -> None:
@@ -56,21 +55,23 @@ class computed_once(Generic[_Result]):
     def __get__(self, instance: Any, owner: Any = None) -> _Result:
         if instance is None:
             return self  # type: ignore[return-value]
+        # Fork: before Python 3.12, all objects of a class would share a lock. A child forked while a thread holds it would wait
+        # forever.
         value = vars(instance)[self._compute.__name__] = self._compute(instance)
         return value
 
 
 def per_process(make: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Return a function that returns one result of `make` in each process, to all of its threads.
+    """Return a function that returns one result of `make` per process.
 
-    A forked child has no threads of its parent, and locks that these threads held remain locked. So executors, and locks
-    that a thread may hold during a fork, are made again in the child.
+    All threads of the process get the same result. A forked child makes its own executors and locks: it has no threads of its
+    parent, and locks that these threads held remain locked.
     """
     return partial(value_of_process, {}, make)
 
 
 def value_of_process(values: dict[int, _Result], make: Callable[[], _Result]) -> _Result:
-    """Return this process's value in `values`, by process id; make it first if it is missing. See `per_process`."""
+    """Return this process's value in `values`, by process id. Make it if missing; see `per_process`."""
     pid = os.getpid()
     value = values.get(pid)
     # atomic, so that all threads get the same value; the value of a forked child's parent is kept, but not used
@@ -84,9 +85,10 @@ def run_in_order(
     threads: int,
     meanwhile: Callable[[], object] | None = None,
 ) -> Generator[_Result, None, None]:
-    """Yield `run(job)` for each job, in order. With an executor, up to two later jobs per thread are submitted ahead.
+    """Yield `run(job)` for each job, in order.
 
-    With an executor, the caller calls `meanwhile` ten times a second while it waits for a job.
+    With an executor, up to two later jobs per thread are submitted ahead. While the caller waits for a job, it then calls
+    `meanwhile` ten times a second.
     """
     waiting: deque[Future[_Result]] = deque()
     try:

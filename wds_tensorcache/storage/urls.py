@@ -1,4 +1,4 @@
-"""Urls of remote objects: their parts, their secrets, and their form in messages.
+"""Urls of remote objects: parts, secrets, and the form in messages.
 
 Secrets are user name, password and query, which may be a signature. Errors, reprs, pickles and files show paths of shards. So
 `conceal` turns a url from the caller into a `SecretUrl` with a public text, and clients `reveal` the query in requests.
@@ -29,7 +29,7 @@ _CHANGED_BY_PATHLIB = re.compile(r"(?:s3|gs|az|https?|hf):/(?!/)", re.IGNORECASE
 
 
 class SecretUrl(str):
-    """The public text of a web server's url, with the secrets that its requests need. Texts made from it contain no secrets.
+    """The public text of a web server's url, with its secrets. Texts made from it contain no secrets.
 
     Urls are equal if their texts and secrets are, so two revisions of an object, chosen by queries, are two keys of a dict.
 
@@ -78,10 +78,8 @@ ForkingPickler.register(SecretUrl, lambda url: (SecretUrl, url._parts()))
 
 
 def _split(url: str) -> tuple[str, str, str, str, str]:
-    """Return scheme, user info with its `@`, host, path, and a web server's query and fragment with their `?` and `#`.
-
-    Unlike `urlsplit`, it drops no characters, and it leaves `?` and `#` in the keys of object stores.
-    """
+    """Return scheme, `USER@`, host, path, and `?QUERY#FRAGMENT` of a web server's url."""
+    # Unlike `urlsplit`, this drops no characters, and leaves `?` and `#` in the keys of object stores.
     match = _PARTS(url)
     if match is None:
         return "", "", "", url, ""
@@ -92,7 +90,7 @@ def _split(url: str) -> tuple[str, str, str, str, str]:
 
 
 def conceal(url: str) -> str:
-    """Remove user name, password, query and fragment from a web server's url; return a `SecretUrl` if it has any secrets.
+    """Remove user name, password, query and fragment from a web server's url. Return a `SecretUrl` if it has secrets.
 
     Raises:
         ValueError: The url of an object store has a user name or a password.
@@ -113,12 +111,12 @@ def conceal(url: str) -> str:
 
 
 def keep_secrets(url: str, public: str) -> str:
-    """Return the url `public` with the secrets of `url`, for requests of another object on the same server."""
+    """Return the url `public` with the secrets of `url`. Both are on one server."""
     return SecretUrl(public, url.query, url.credentials) if isinstance(url, SecretUrl) else public
 
 
 def reveal(url: str) -> str:
-    """Return a url with its query, for a request or a digest; raise RemoteError if a pickle left out the query."""
+    """Return a url with its query. Raise RemoteError if a pickle left out the query."""
     if not isinstance(url, SecretUrl):
         return url
     if url.query is None:  # the server could send another revision of the object
@@ -130,22 +128,20 @@ def reveal(url: str) -> str:
 
 
 def credentials_of(url: str) -> tuple[str, str] | None:
-    """Return the user name and password in a web server's url, concealed or not; None if it has none."""
+    """Return user name and password of a web server's url, or None. The url may be concealed."""
     url = conceal(url)
     return url.credentials if isinstance(url, SecretUrl) else None
 
 
 def is_url(path: str) -> bool:
-    """Return whether a text names a remote object: it begins with one of `SCHEMES` and `://`."""
+    """Return whether a text begins with one of `SCHEMES` and `://`."""
     scheme, separator, _ = path.partition("://")
     return bool(separator) and scheme.lower() in SCHEMES
 
 
 def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
-    """Raise ValueError if a path looks like a url. The error lists `schemes`, which the caller accepts.
-
-    A local folder called `file:` or `s3:` would be created or searched instead.
-    """
+    """Raise ValueError if a path looks like a url. The error lists the accepted `schemes`."""
+    # otherwise a local folder called `file:` or `s3:` would be created or searched
     if _CHANGED_BY_PATHLIB(path):
         raise ValueError(f"{path!r} is a url that pathlib has changed; pass a str, such as 's3://bucket/cache'")
     if _ANY_URL(path):
@@ -155,7 +151,7 @@ def check_not_url(path: str, schemes: Collection[str] = SCHEMES) -> None:
 
 
 def check_writable(url: str) -> None:
-    """Raise ValueError unless a url names a bucket of an object store, without credentials."""
+    """Raise ValueError unless a url names an object store's bucket, without credentials."""
     scheme, _, rest = conceal(url).partition("://")
     if scheme.lower() not in WRITABLE:
         raise ValueError(f"{shown(url)}: shards are written to s3://, gs:// or az:// urls, or to a local path")
@@ -164,14 +160,14 @@ def check_writable(url: str) -> None:
 
 
 def is_web(url: str) -> bool:
-    """Return whether a url names a web server (`http`, `https`), whose names are percent-encoded."""
+    """Return whether a url names a web server (`http`, `https`)."""
     return url.partition("://")[0].lower() in _WEB
 
 
 def join_url(folder: str, name: str) -> str:
-    """Return the url of the object `name`, which may contain slashes, in a folder.
+    """Return the url of the object `name` in a folder. It keeps the folder's secrets.
 
-    In a web server's url, `name` is percent-encoded. The url keeps the folder's secrets.
+    `name` may contain slashes. In a web server's url, it is percent-encoded.
     """
     if not is_web(folder):
         return folder.rstrip("/") + "/" + name
@@ -181,14 +177,17 @@ def join_url(folder: str, name: str) -> str:
 
 
 def name_of(url: str) -> str:
-    """Return the last part of an object's name, percent-decoded if the url names a web server."""
+    """Return the last part of an object's name. Percent-decode it for a web server."""
     if not is_web(url):
         return url.rpartition("/")[2]
     return unquote(_split(url)[3].rpartition("/")[2])
 
 
 def split_url(url: str) -> tuple[str, str, str]:
-    """Return a url's scheme, user and server (or bucket) as one text, its path, and a web server's query and fragment."""
+    """Split a url into server (or bucket), path, and query with fragment.
+
+    The first text includes scheme and user. The third is empty unless the url names a web server.
+    """
     scheme, user_info, host, path, rest = _split(url)
     return f"{scheme}://{user_info}{host}", path, rest
 
@@ -201,14 +200,14 @@ def shown(url: str) -> str:
 
 
 def bucket_and_key(url: str) -> tuple[str, str]:
-    """Return the bucket, or container, and the object's key of an object store's url."""
+    """Return bucket (or container) and key of an object store's url."""
     bucket, _, key = url.partition("://")[2].partition("/")
     return bucket, key
 
 
 @lru_cache(4096)
 def origin_of(url: str) -> str:
-    """Return scheme and server of a web url without credentials, or scheme and bucket, for example `https://host:8000`."""
+    """Return scheme and server or bucket, for example `https://host:8000`. A web server's credentials are left out."""
     scheme, user_info, host, *_ = _split(url)
     return f"{scheme.lower()}://{host.lower() if is_web(url) else user_info + host}"
 
