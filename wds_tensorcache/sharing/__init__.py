@@ -1,1 +1,1 @@
-"""One copy of a dataset's samples for all processes of a machine: `tc.SharedDataset`."""
+"""One copy of a dataset's samples for all processes: `tc.SharedDataset`."""

@@ -1,4 +1,4 @@
-"""Present the samples of a batch to `reading/batch` as the rows of one shard, whose bytes are in shared memory."""
+"""The samples of a batch, for `reading/batch`, as rows of one shard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def rows_of(samples: Samples, indices: Sequence[int]) -> Rows:
-    """Load the samples of a batch that are not in shared memory, and return the locations of all samples.
+    """Load the missing samples of a batch; return the rows of all.
 
     Raises:
         EncodeError: A sample cannot be encoded, so it cannot be part of a batch.
@@ -50,7 +50,7 @@ class _BatchAsShard:
         return self._parsed[row].build(self._samples.allow)
 
     def layout(self, row: int) -> Layout:
-        """Return the layout of a sample, with the strings of its references unless the skeleton needs `allow=`."""
+        """Return a sample's layout, with the strings of its references."""
         parsed = self._parsed[row]
         if parsed.named_layout is None:
             layout = parsed.layout
@@ -59,6 +59,7 @@ class _BatchAsShard:
             except UnsafeSkeletonError as exc:
                 if exc.needs is None:
                     raise
+                # the skeleton needs `allow=`: without the strings
             else:
                 dims = [dim for tensor in layout.tensors.values() for dim in tensor.shape]
                 layout = make_layout(layout.form, dims, layout.data_begin, *names)
@@ -66,7 +67,7 @@ class _BatchAsShard:
         return parsed.named_layout
 
     def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
-        """Return the distinct layouts of `rows`, and for each row the position of its layout among them."""
+        """Return the distinct layouts, and the position of each row's layout."""
         layouts = [self.layout(row) for row in rows.tolist()]
         distinct = {id(layout): layout for layout in layouts}
         positions = {layout: at for at, layout in enumerate(distinct)}
@@ -95,15 +96,12 @@ class _BatchAsFile:
         self._parsed, self._bits = parsed, bits
 
     def address(self) -> int:
-        """Return 0: the members of a batch have no common address, so they must be read."""
-        return 0
+        return 0  # no common address of all members, so they must be read
 
     def is_resident(self, begin: int) -> bool:
-        """Return True: all bytes are in memory."""
         return True
 
     def read_into(self, buffers: Sequence[memoryview], begin: int) -> None:
-        """Fill `buffers` with the bytes from offset `begin` on."""
         source = self._parsed[begin >> self._bits].source
         source.read_into(buffers, begin & ((1 << self._bits) - 1))
 

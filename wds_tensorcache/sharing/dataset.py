@@ -1,4 +1,4 @@
-"""`SharedDataset`: each sample of any dataset, loaded once and held once for all processes of a machine."""
+"""`SharedDataset`: the samples of any dataset, held once per machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SHOWN = 100  # samples that `repr` looks at, and tensors that it shows
 
 
 class SharedDataset(Cache[Any]):
-    """A map-style dataset whose samples are loaded once, then shared by all processes of this machine.
+    """A map-style dataset whose samples all processes of this machine share.
 
     The first access to a sample, by any process, loads it from `dataset` and encodes it into shared memory. Every later access
     returns the sample from there, with lazy tensors and without a lock. Unless `persistent`, the memory is freed when the last
@@ -139,7 +139,7 @@ class SharedDataset(Cache[Any]):
         self._narrow(np.arange(count), ())
 
     def _narrow(self, indices: Array, selections: Selections) -> None:
-        """Make this object a view of the samples at `indices`, int64 `[n]`, with the tensors that all `selections` match."""
+        """Narrow this object to `indices`, int64 `[n]`, and to selected tensors."""
         self._indices, self._selections = indices, selections
         matchers = list(map(name_matcher, selections))
         self._narrow_to((lambda name: all(matches(name) for matches in matchers)) if matchers else None)
@@ -165,7 +165,7 @@ class SharedDataset(Cache[Any]):
         return len(self._indices)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at `indices` as a list; first load samples that no other thread or process is loading."""
+        """Return the samples at `indices` as a list. Samples that another thread or process is loading are loaded last."""
         return list(map(self._finish, self._samples.get_many(self._indices[self._numbers(indices)].tolist())))
 
     def __contains__(self, key: object) -> bool:
@@ -176,15 +176,15 @@ class SharedDataset(Cache[Any]):
 
     @property
     def schema(self) -> dict[str, TensorSchema]:
-        """Properties of each tensor by name, in the samples that are in shared memory, or else in the first sample.
+        """Properties of each tensor by name, in the samples in shared memory.
 
-        Cost: parses each of these samples; loads the first sample if none is in shared memory.
+        Cost: parses each of these samples. If none is in shared memory, this loads and describes the first sample.
         """
         present = self._find_present()
         return self._schema_of(present if len(present) else self._indices[:1])
 
     def _find_present(self) -> Array:
-        """Return the indices of the samples of this view that are in shared memory, int64, ascending."""
+        """Return this view's sample indices in shared memory, int64, ascending."""
         is_selected = np.zeros_like(present := self._samples.find_present())
         is_selected[self._indices] = True
         return np.flatnonzero(is_selected & present)
@@ -193,7 +193,7 @@ class SharedDataset(Cache[Any]):
         return merge_shapes(chain.from_iterable(map(_shapes_in, map(self._tensors_of, indices.tolist()))))
 
     def _tensors_of(self, number: int) -> dict[str, Any]:
-        """Return the selected tensors of a sample by name. Load an absent sample; return {} if it cannot be encoded."""
+        """Return a sample's selected tensors; `{}` if it cannot be encoded."""
         sample = self._samples.peek(number)
         tensors = flatten(self._samples.get(number) if sample is None else sample)
         wanted = self._wanted
@@ -203,7 +203,7 @@ class SharedDataset(Cache[Any]):
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """Description of the dataset, which must be equal for all datasets of this name; see the argument `fingerprint`."""
+        """Description of the dataset, equal for all datasets of this name. See the argument `fingerprint`."""
         return dict(self._fingerprint)
 
     @property
@@ -216,7 +216,7 @@ class SharedDataset(Cache[Any]):
         return self._samples.dataset
 
     def __repr__(self) -> str:
-        """Return a summary: number of samples, some of their tensors, and the fingerprint. No sample is loaded."""
+        """Return a summary: number of samples, tensors, and the fingerprint. No sample is loaded."""
         name = f"{type(self).__name__} {self.name!r}: {len(self):,} samples"
         try:
             present = self._find_present()
@@ -228,7 +228,7 @@ class SharedDataset(Cache[Any]):
         return "\n".join([*lines, f"  fingerprint: {self.fingerprint!r:.1000}"])
 
     def stats(self) -> SharedStats:
-        """Return the counts of this process, and the size and holders of the shared memory.
+        """Return this process's counts, and the shared memory's size and holders.
 
         Raises:
             ValueError: This SharedDataset is closed.

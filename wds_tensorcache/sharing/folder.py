@@ -1,4 +1,4 @@
-"""Folders in shared memory, one for each name: their paths, permissions, fingerprints and holders."""
+"""Folders in shared memory, one for each name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LEAVE_S = 0.1
 
 
 def base_folder(directory: str | os.PathLike[str] | None) -> str:
-    """Return the path of this user's folder in `directory`, which contains a folder for each name; create it if needed.
+    """Return the path of this user's folder in `directory`. Create it if needed. It contains a folder for each name.
 
     Raises:
         NotImplementedError: The system is not Linux. Only there do locks on byte ranges belong to open files.
@@ -74,10 +74,9 @@ def named_folder(base: str, name: str) -> str:
 
 
 class SharedFolder:
-    """A folder that this process holds, so that no process removes it until `leave`.
+    """A folder that this process holds until `leave`. No process removes a folder that is held.
 
     Attributes:
-        path: Path of the folder.
         head: Content of its file `head.json`.
         loads: Indices of the samples that threads of this process are loading or waiting for.
         is_doubtful: True if the machine was restarted since the folder was made: a crash may have lost bytes of its files.
@@ -97,7 +96,7 @@ class SharedFolder:
         return os.path.join(self.path, name)
 
     def hold_again(self) -> None:
-        """After a fork, hold the folder for this process alone; until then, it shares the parent's lock.
+        """Hold the folder for this process alone. Until then, a forked child shares its parent's lock.
 
         Raises:
             FileNotFoundError: Another program has removed the folder.
@@ -113,7 +112,7 @@ class SharedFolder:
         self._pid = os.getpid()
 
     def leave(self) -> None:
-        """Stop holding the folder; remove it if no process holds it and it is not persistent."""
+        """Stop holding the folder. Remove it unless a process holds it or it is persistent."""
         holders, self._holders = self._holders, None
         if holders is None:
             return
@@ -243,7 +242,7 @@ def find_folders(base: str) -> list[str]:
 
 
 def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
-    """Return the fingerprint of a dataset: its type and length, the datasets and indices in it, and the user's text.
+    """Return the fingerprint of a dataset: type, length, and the user's text.
 
     For torch's `Subset`, `ConcatDataset` and `StackDataset`, it contains the fingerprints of the datasets inside, and a digest
     of the indices. For a `Cache`, it contains a digest of its fingerprint and its keys in order. For any dataset, it contains
@@ -257,7 +256,7 @@ def fingerprint_of(dataset: Any, text: str) -> dict[str, object]:
 
 
 def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
-    """Describe a dataset; `around` contains the ids of the datasets that wrap it."""
+    """Describe a dataset; `around` has the ids of datasets around it."""
     kind = type(dataset)
     # in spawned processes, the module of the main script has another name
     description: dict[str, object] = {
@@ -283,7 +282,7 @@ def _describe(dataset: Any, around: tuple[int, ...]) -> dict[str, object]:
 
 
 def _digest(indices: Any) -> str | None:
-    """Return the digest of a sequence, a tensor or an array of ints; None for any other object."""
+    """Return the digest of ints in any container, or None."""
     with contextlib.suppress(Exception):  # anything may be in the place of indices
         numbers = np.asarray(indices)
         if numbers.dtype.kind in "iu":

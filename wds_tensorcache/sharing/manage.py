@@ -1,4 +1,4 @@
-"""List and clear shared memory by name: `tc.shared_list` and `tc.shared_clear`."""
+"""Shared memory by name: `tc.shared_list` and `tc.shared_clear`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SharedInfo:
 
 
 def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedInfo]:
-    """Return the shared memory of this user in `directory`, by default `/dev/shm`, in the order of the names.
+    """Return this user's shared memory in `directory`, sorted by name.
 
-    Damaged folders are left out.
+    The default is `/dev/shm`. Damaged folders are left out.
 
     Raises:
         NotImplementedError: The system is not Linux.

@@ -1,4 +1,4 @@
-"""Remove a shared folder after the last process that holds it is gone, even if that process was killed.
+"""The removal of shared folders, even after their last holder was killed.
 
 This file is also a script, the reaper: `reaper.py FOLDER`. At the top it imports no other module of this package, so that
 it starts fast and takes little memory. A process creates or removes folders only under a lock of their parent folder (`flock`).
@@ -119,15 +119,15 @@ def _lock(fd: int, begin: int, length: int, command: int, kind: int = fcntl.F_WR
 
 
 def _was_made_anew(fd: int, path: str) -> bool:
-    """Return whether `path` is another file than the open file; False if a killed process has removed it."""
+    """Return whether `path` is now another file than the open file."""
     try:
         return not os.path.samestat(os.fstat(fd), os.stat(path))
-    except FileNotFoundError:
+    except FileNotFoundError:  # a process that removed the folder was killed
         return False
 
 
 def _reap(folder: str) -> None:
-    """Wait until no process holds a folder, then remove it unless it is persistent."""
+    """Wait until no process holds a folder, then remove it."""
     os.chdir("/")
     os.read(0, 1)  # until the process that started the reaper holds the folder, or is gone
     holders, fd = os.path.join(folder, HOLDERS), -1

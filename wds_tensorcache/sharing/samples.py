@@ -1,4 +1,4 @@
-"""Load each sample once, even if several threads and processes request it."""
+"""Samples that are loaded once for all threads and processes."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ class ParsedSample:
     """An encoded sample whose headers are parsed.
 
     Attributes:
-        skeleton: Bytes of the skeleton.
         body: Offset of the body in the skeleton.
-        layout: Layout of the tensors.
         source: Bytes of the `.safetensors` member.
         matched: A template and the list from which it builds the sample; None if no template matches.
         named_layout: The layout with the strings of the references; None until a batch needs it.
@@ -74,7 +72,7 @@ class ParsedSample:
     named_layout: Layout | None = None
 
     def build(self, allow: Allowed) -> Any:
-        """Return the sample, with lazy tensors; its containers are new at each call."""
+        """Return the sample, with lazy tensors and new containers."""
         if self.matched is None:
             return decode_body(self.skeleton, self.body, self.layout, self.source, True, allow)
         template, values = self.matched
@@ -90,7 +88,7 @@ def _parse(members: Members) -> ParsedSample:
 
 @dataclass(slots=True)
 class _Unencodable:
-    """A sample that cannot be encoded, as the dataset returned it, and the error."""
+    """A sample of the dataset that cannot be encoded, and the error."""
 
     sample: Any
     error: EncodeError
@@ -100,7 +98,7 @@ class _Unencodable:
 
 
 class Samples:
-    """The samples of a dataset, in shared memory or loaded into it on demand. This object holds the folder until `close`.
+    """The samples of a dataset, in shared memory or loaded on demand. This object holds the folder until `close`.
 
     Threads/fork: safe everywhere. Threads of one process may lose counts of `hits` and `misses`.
     """
@@ -122,7 +120,7 @@ class Samples:
         self._has_warned = False
 
     def close(self) -> None:
-        """Stop holding the folder once no load is running; drop the maps and the kept samples."""
+        """Drop maps and kept samples. Stop holding the folder once no load is running."""
         self._is_closed = True
         self._kept.clear()
         self._segments.close()
@@ -131,12 +129,12 @@ class Samples:
             self.folder.leave()
 
     def get(self, index: int) -> Any:
-        """Return a sample with lazy tensors, or as the dataset returned it if it cannot be encoded."""
+        """Return a sample with lazy tensors. If it cannot be encoded, return it as the dataset does."""
         parsed = self._find(index)
         return self.get_many([index])[0] if parsed is None else parsed.build(self.allow)
 
     def get_many(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples as `get` does; first load samples that no other thread or process is loading."""
+        """Return samples as `get` does. Samples that another thread or process is loading are loaded last."""
         return [loaded.build(self.allow) for loaded in self._load_many(indices)]
 
     def get_parsed(self, indices: Sequence[int]) -> list[ParsedSample]:
@@ -153,7 +151,7 @@ class Samples:
         return parsed
 
     def peek(self, index: int) -> Any:
-        """Return a sample, with lazy tensors, without counting a hit; None if it is not in shared memory."""
+        """Return a sample with lazy tensors, or None if it is absent. This counts no hit."""
         parsed = self._find(index)
         if parsed is None:
             return None
@@ -186,7 +184,7 @@ class Samples:
             self._hits = self._misses = self._passed = 0
 
     def _find(self, index: int) -> ParsedSample | None:
-        """Return a sample and count a hit; None if it is not in shared memory."""
+        """Return a sample and count a hit, or return None."""
         self._enter()
         parsed = self._kept.get(index)
         if parsed is None:
@@ -208,7 +206,7 @@ class Samples:
         return parsed
 
     def _load_many(self, indices: Sequence[int]) -> list[ParsedSample | _Unencodable]:
-        """Find samples, and load missing samples; begin with samples that no other thread or process is loading."""
+        """Find samples; load missing samples, and wait for other loads last."""
         samples: dict[int, ParsedSample | _Unencodable | None] = {index: self._find(index) for index in indices}
         missing = [index for index, loaded in samples.items() if loaded is None]
         for wait in (False, True):
@@ -217,11 +215,7 @@ class Samples:
         return [loaded for index in indices if (loaded := samples[index]) is not None]
 
     def _load(self, index: int, wait: bool) -> ParsedSample | _Unencodable | None:
-        """Load a sample. If another thread or process is loading it, wait; without `wait`, return None.
-
-        Raises:
-            RecursionError: This thread is loading the same sample already.
-        """
+        """Load a sample; without `wait`, return None if it is being loaded."""
         # before `_enter`, so that either this thread sees a `close`, or `close` sees this load
         self.folder.loads.append(index)
         try:
@@ -255,7 +249,7 @@ class Samples:
             locks.close()
 
     def _load_locked(self, index: int, locks: RangeLocks | None) -> ParsedSample | _Unencodable:
-        """Load a sample whose lock is held in `locks`, and add it to the shared memory; if `locks` is None, do not add it."""
+        """Load a sample; add it to the memory if `locks` is given."""
         parsed = self._find(index)
         if parsed is not None:
             return parsed

@@ -45,7 +45,7 @@ Members = tuple[bytes, MemorySource]  # the skeleton, and the source of the `.sa
 
 
 class Full(Exception):
-    """A signal that there is no room for a sample in the shared memory."""
+    """A signal that the shared memory has no room for a sample."""
 
 
 class SegmentSource(MemorySource):
@@ -100,7 +100,7 @@ class Segments:
         return sum(segment.reserved for segment in self._table.segments())
 
     def find(self, index: int) -> Members | None:
-        """Return the skeleton of a sample and the source of its tensors; None if the sample is absent. Takes no lock.
+        """Return a sample's skeleton and tensor source, or None if absent. This takes no lock.
 
         Raises:
             FormatError: The segment is damaged.
@@ -181,7 +181,7 @@ class Segments:
             locks.unlock(_WRITING, 0)
 
     def _write(self, segment: Segment, begin: int, end: int, parts: list[Any]) -> None:
-        """Write `parts` from byte `begin` on, after reserving memory up to byte `end`."""
+        """Reserve memory up to byte `end`, then write `parts` at `begin`."""
         fd, _ = self._open(segment.number, os.O_WRONLY)
         try:
             with explain_no_space(self._path(segment.number), f"a sample of {end - begin:,} bytes"):
@@ -196,11 +196,8 @@ class Segments:
             os.close(fd)
 
     def _reserve(self, nbytes: int, locks: RangeLocks) -> Segment:
-        """Reserve `nbytes` bytes in a segment; return the segment as it was before, locked in `locks`.
-
-        The caller holds `_SPACE`.
-        """
-        # the bytes that a killed writer had reserved in a segment are reserved again here
+        """Reserve bytes in a segment, locked in `locks`; return its earlier state."""
+        # The caller holds `_SPACE`. The bytes that a killed writer had reserved in a segment are reserved again here.
         segments = self._table.segments()
         free = np.inf if self._max_nbytes is None else self._max_nbytes - sum(segment.reserved for segment in segments)
         for segment in sorted(segments, key=lambda segment: segment.number != self._last):

@@ -1,4 +1,4 @@
-"""The table that all processes map: the place of each sample, and the number of bytes used in each segment.
+"""The table of samples and segments, which all processes map.
 
 The file contains 64-bit unsigned integers in native byte order. The first of `_HEAD` numbers is the number of segments. A slot
 of `_WIDTH` numbers for each segment follows, then an entry for each sample. An entry is 0 if the sample is absent, otherwise
@@ -89,7 +89,7 @@ class Table:
         self.entries[index] = segment << _OFFSET_BITS | offset // ALIGN
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return segment and byte offset of a sample's record; (0, 0) if the sample is absent."""
+        """Return a sample's segment and byte offset; (0, 0) if absent."""
         entry = self.entries[index]
         return entry >> _OFFSET_BITS, (entry & (1 << _OFFSET_BITS) - 1) * ALIGN
 
@@ -104,7 +104,7 @@ class Table:
         return Segment(number, *self._slots[at : at + _WIDTH].tolist())
 
     def next_number(self) -> int | None:
-        """Return the number of the next segment; None if there are as many segments as slots."""
+        """Return the next segment's number, or None without a free slot."""
         count = self._head[0]
         return count + 1 if count < _MAX_SEGMENTS else None
 
@@ -117,7 +117,7 @@ class Table:
         return Segment(number, capacity, 0, 0)
 
     def reserve(self, number: int, end: int) -> None:
-        """Record that a segment takes memory up to byte `end`, the end of a page; a process may be writing there."""
+        """Record that a segment takes memory up to `end`, a page's end. A process may be writing there."""
         self._slots[_slot(number) + _RESERVED] = end
 
     def extend(self, number: int, end: int) -> None:
