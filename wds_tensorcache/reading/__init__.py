@@ -1,1 +1,1 @@
-"""Datasets over shards: samples by index or key, and whole batches read at once."""
+"""Datasets over shards: samples by index or key, and whole batches."""

@@ -21,8 +21,7 @@ _NUM_INDICES = 8  # indices that the repr shows
 class BatchInfo:
     """Record of a batch's samples, epoch and step; do not change it.
 
-    The class is not a dataclass: to move a dataclass to a device, trainers rebuild it field by field. They move this record by
-    calling its `to` method, as they move a tensor.
+    Records are equal if keys, indices, padding, epoch, step, source, seeds and choices are equal.
 
     Attributes:
         indices: Sample indices in the cache, int64 `[B]`, read-only.
@@ -32,9 +31,10 @@ class BatchInfo:
             with neither, None.
         cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
 
-    Threads/fork/pickle: safe everywhere; a pickled copy has keys, shapes and choices in place of the cache. Records are
-        equal if keys, indices, padding, epoch, step, source, seeds and choices are equal.
+    Threads/fork/pickle: safe everywhere.
     """
+
+    # Not a dataclass: to move a dataclass to a device, trainers rebuild it field by field. They move this record by its `to`.
 
     # set only in a copy without a cache
     _keys: Sequence[str] = ()
@@ -74,15 +74,16 @@ class BatchInfo:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Shapes before padding by tensor name, int64 `[B, ndim]`, of tensors with the same number of dimensions in all rows.
+        """Shapes before padding, by tensor name, int64 `[B, ndim]`.
 
-        The shape of a tensor that a sample lacks is zeros. Tensors that all samples of the batch lack are left out. After
-        `tc.drop_text` and `tc.sample_moments`, the shapes describe the tensors in the batch.
+        Tensors that differ in their number of dimensions, or that all samples of the batch lack, are left out. The shape of a
+        tensor that a sample lacks is zeros. After `tc.drop_text` and `tc.sample_moments`, the shapes describe the tensors in
+        the batch.
         """
         return self._held()[0]
 
     def _held(self) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-        """Return `shapes`, and the padded lengths of tensors that transforms have reshaped."""
+        """Return `shapes`, and the padded lengths of tensors that transforms reshaped."""
         stored = self._shapes_in_cache() if self.cache is not None else self._shapes
         shapes, lengths = {name: part.clone() for name, part in stored.items() if part is not None}, dict(self._lengths)
         for transform in self._edits:
@@ -97,28 +98,28 @@ class BatchInfo:
     def seeds(self) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
         """A random seed for each row, int64 `[B]`, in `[0, 2^63)`.
 
-        A seed is a pure function of the loader's seed, the epoch and the sample index. So it does not depend on the batch
-        size, the ranks or the position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over the
-        sample's cache replaces the epoch. So a sample has a different seed in each pass. A sample that `weights` draw twice in
-        an epoch has the same seed twice. In a mix with weights of samples, a pass is as many draws as the cache or bucket has
-        samples. A row that fills an epoch's last step has the seed of the row that it repeats.
+        A seed depends only on the loader's seed, the epoch and the sample index: not on the batch size, the ranks or the
+        position in the batch. With `repeats`, and with weights in `mix`, the number of the pass over the sample's cache
+        replaces the epoch. So a sample has a different seed in each pass. In a mix with weights of samples, a pass is as many
+        draws as the cache or bucket has samples. A sample that `weights` draw twice in an epoch has the same seed twice. A row
+        that fills an epoch's last step has the seed of the row that it repeats.
         """
         return self._randomness.seeds(self.indices)
 
     @property
     def choices(self) -> Choices:
-        """The choices among the alternatives of `choose=`, by name, int64 `[B]`; see `Choices`. Empty without `choose=`."""
+        """Index of each row's chosen alternative, by name, int64 `[B]`. Empty without `choose=`."""
         if self.cache is None or not self._randomness.alternatives.groups:
             return self._choices
         request = self.cache._request_chosen(self.indices, self._randomness)
         return request.named_choices()  # type: ignore[no-any-return]
 
     def mask(self, name: str) -> torch.Tensor:
-        """Return the mask of a padded tensor: bool `[B, T]`, on the batch's device, True for data and False for padding.
+        """Return the mask of a padded tensor, bool `[B, T]`: True for data.
 
-        T is the length of the rows after padding: a length in `tc.pad(to=…)`, or else the length of the longest row. A sample
-        that lacks the tensor has no data. After `tc.drop_text`, this is the mask of the texts in the batch. Any other transform
-        that changes lengths must make its own mask.
+        The mask is on the batch's device. T is the length of the rows after padding: a length in `tc.pad(to=…)`, or else the
+        length of the longest row. A sample that lacks the tensor has no data. After `tc.drop_text`, this is the mask of the
+        texts in the batch. Any other transform that changes lengths must make its own mask.
 
         Raises:
             KeyError: No tensor has this name, or samples differ in its number of dimensions. Or this record is a pickled copy,
@@ -139,7 +140,7 @@ class BatchInfo:
         return _move(mask, self.is_padding.device)
 
     def _length(self, name: str, lengths: torch.Tensor) -> int:
-        """Return the padded length of a tensor's rows, whose lengths before padding are `lengths`."""
+        """Return the length of a tensor's rows after padding."""
         way, longest = self._way(name), int(lengths.max())
         return way.length(longest) if isinstance(way, Pad) else longest
 
@@ -147,14 +148,14 @@ class BatchInfo:
         return None if self._collate is None else self._collate.way(name)
 
     def _is_lacking(self, name: str) -> bool:
-        """Return whether the cache has a tensor that all samples of the batch lack."""
+        """Return whether the cache has the tensor, but no row does."""
         if self.cache is None or name in self._shapes_in_cache():
             return False
         patterns = self._randomness.alternatives.patterns_for([name])
         return any(map(name_matcher(patterns), self.cache._batch_names()))
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
-        """Return a record whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
+        """Return a copy whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
         moved = BatchInfo.__new__(BatchInfo)
         vars(moved).update(vars(self), is_padding=_move(self.is_padding, device, non_blocking))
         return moved
@@ -173,7 +174,7 @@ class BatchInfo:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        """Return a summary of bounded length: the first 8 indices, and the number of padding rows."""
+        """Return a summary of bounded length."""
         indices = ", ".join(map(str, self.indices[:_NUM_INDICES].tolist())) + ", …" * (len(self.indices) > _NUM_INDICES)
         cache = "None" if self.cache is None else f"{type(self.cache).__name__} of {len(self.cache):,} samples"
         return (

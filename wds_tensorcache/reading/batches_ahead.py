@@ -1,4 +1,4 @@
-"""The number of batches that a loader reads ahead from remote shards, by the latency and rate of the server."""
+"""The number of batches that a loader reads ahead from remote shards."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from wds_tensorcache.storage.remote.clients import client_for
 from wds_tensorcache.storage.urls import is_url
 
 NUM_THREADS = 16  # a thread waits for the requests of one batch; a process has at most 128 requests in flight
-_LEAST, _FIRST, _MOST = 2, 4, 32
+_LEAST, _FIRST, _MOST = 2, 4, 32  # with local shards, more than _LEAST batches would only fill the processor's caches
 _NUM_LOCAL = 8  # batches in a row without a request; not 1, because a mix may also have a local cache
 _MAX_NBYTES = 1 << 30
-_REQUIRED = 4  # bytes in flight, in multiples of latency times rate; more bytes would only take memory
+_REQUIRED = 4  # bytes in flight, in multiples of the measured `latency * rate`; more would only take memory
 
 
 class BatchesAhead:
-    """The number of batches to read ahead, which grows while training waits for requests.
+    """The number of batches to read ahead, adapted to the server.
 
-    To use the full rate of a server, `latency * rate` bytes must be in flight. Latency and rate are measured. The number begins
-    with 4. It doubles when training had to wait for a batch while less than four times as many bytes were in flight. The
-    maximum is 32, or what fits into 1 GiB. Eight batches in a row without a request, for example from a node's cache, reduce it
-    to 2. More batches would only fill the processor's caches. Only one thread may use an object of this class.
+    The number begins with 4. It doubles when training waited for a batch while less than `4 * latency * rate` bytes were in
+    flight. The maximum is 32, or what fits into 1 GiB, but at least 2. Eight batches in a row without a request, for example
+    from a node's cache, reduce it to 2.
 
     Args:
         url: Url of a shard on the server to measure; None if all shards are local. Then the number is 2, or `fixed`.
@@ -32,6 +31,8 @@ class BatchesAhead:
         count: Current number.
         most: Maximum of `count`.
         is_local: True after eight batches in a row that needed no request; more than two threads then read no faster.
+
+    Threads: only one thread may use an object.
     """
 
     def __init__(self, url: str | None, fixed: int | None = None) -> None:
@@ -43,7 +44,7 @@ class BatchesAhead:
         self._url = None if fixed is not None else url
 
     def note(self, nbytes: int, *, has_waited: bool, has_requested: bool) -> None:
-        """Record that training received a batch of `nbytes` bytes, whether it waited, and whether the batch needed requests."""
+        """Adapt `count` to a received batch. Training may have waited for it, and it may have needed requests."""
         self._num_local = 0 if has_requested else self._num_local + 1
         self.is_local = self._num_local >= _NUM_LOCAL
         if self._url is None:
@@ -59,5 +60,5 @@ class BatchesAhead:
 
 
 def remote_url(caches: Iterable[Any]) -> str | None:
-    """Return the url of a remote shard of the caches; None if all shards are local."""
+    """Return the url of a remote shard; None if all are local."""
     return next(filter(is_url, chain.from_iterable(cache._paths() for cache in caches)), None)

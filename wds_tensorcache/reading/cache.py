@@ -1,4 +1,4 @@
-"""`Cache`, the base class of all caches, and `TensorCache`: the samples of shards as a sequence, with batches and views."""
+"""`Cache`, the base class of all caches, and `TensorCache`, for shards."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         self, index: slice | list[int] | list[str] | list[int | str] | list[bool] | Array | torch.Tensor
     ) -> Self: ...
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample for an index or key, or a view for a slice, a mask, or a list or array of indices or keys.
+        """Return the sample with an index or key. A slice, a mask, or a list or array of indices or keys gives a view.
 
         Raises:
             IndexError: An index is not in `[-len, len)`.
@@ -122,7 +122,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             yield self._sample(number)
 
     def __getitems__(self, indices: Sequence[int]) -> list[_Sample]:
-        """Return the samples at `indices` as a list; torch's DataLoader calls this to fetch a batch."""
+        """Return the samples at `indices`. torch's DataLoader calls this to fetch a batch."""
         return [self._sample(number) for number in self._numbers(indices).tolist()]
 
     @abstractmethod
@@ -130,7 +130,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return whether there is a sample with this key."""
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """Return the index of the first sample whose key is `value`, as `keys().index` does."""
+        """Return the index of the first sample whose key is `value`. See `KeysView.index`."""
         return self.keys().index(value, start, stop)
 
     def count(self, value: Any) -> int:
@@ -139,10 +139,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def keys(self) -> KeysView:
-        """Return the keys in order, as a sequence that decodes each key on access."""
+        """Return the keys in sample order, each decoded on access."""
 
     def original_name(self, key: str) -> str:
-        """Return the name from which `tc.safe_key` made the key of a sample, even if the key contains only a hash of the name.
+        """Return the name from which `tc.safe_key` made a key. The key may contain only its hash.
 
         Raises:
             InvalidKeyError: `tc.safe_key` did not make the key. Or the key contains a hash, and the index of the shard lacks
@@ -161,25 +161,25 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @property
     @abstractmethod
     def schema(self) -> dict[str, TensorSchema]:
-        """Properties of each tensor by name: dtype, shape or range of shapes, bytes, and number of samples that have it."""
+        """Dtype, shapes, bytes and number of samples of each tensor, by name."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> dict[str, object]:
-        """Description of how the cache was made: the fields that have the same value in all shards."""
+        """Description of how the cache was made. It has the fields that are equal in all shards."""
 
     @property
     @abstractmethod
     def num_shards(self) -> int:
-        """Number of shards of the cache; a view counts the shards of the whole cache."""
+        """Number of shards of the cache. A view counts the shards of the whole cache."""
 
     @property
     def members(self) -> dict[str, int]:
-        """Number of samples that have a member `KEY.suffix` outside all caches, by suffix: `{"jpg": 100, "json": 100}`."""
+        """Number of samples with a member `KEY.suffix` outside all caches, by suffix. For example, `{"jpg": 100}`."""
         return {suffix: int(np.count_nonzero(having)) for suffix, having in self._having().items()}
 
     def describe(self) -> Description:
-        """Return a description of tensors, small values and members; its repr has a bounded length.
+        """Return a description of tensors, small values and members. Its repr has a bounded length.
 
         Tensors and members of all samples are counted in the indexes. Values come from at most 64 samples, spread over the
         cache. A `SharedDataset` loads no sample: it describes at most 1,000 of the samples that are in shared memory.
@@ -199,13 +199,13 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def select(self, patterns: str | Iterable[str]) -> Self:
-        """Return a view of the tensors whose names match `patterns`, for example `"cond.*"`.
+        """Return a view of the tensors whose names match `patterns`.
 
-        Patterns have the syntax of `fnmatch`; the name of a container selects all tensors in it. Every batch of the view has
-        all selected tensors, even a tensor that all samples of the batch lack; at urls, for patterns and containers, only those
-        that the first sample has. Other tensors are not read. Dicts lose these tensors, and None in their places; in lists,
-        tuples and deques, None replaces a tensor. Small values keep their places in samples and batches. Tensors in sets, in
-        keys of dicts, and in objects of `allow=` classes also remain.
+        Patterns such as `"cond.*"` have the syntax of `fnmatch`; the name of a container selects all tensors in it. Every batch
+        of the view has all selected tensors, even a tensor that all its samples lack. At urls, that holds for the tensors of a
+        pattern or container only if the first sample has them. Other tensors are not read. Dicts lose these tensors, and None
+        in their places; in lists, tuples and deques, None replaces a tensor. Small values keep their places in samples and
+        batches. Tensors in sets, in keys of dicts, and in objects of `allow=` classes also remain.
 
         Raises:
             KeyError: A pattern matches no tensor's name, although the view has tensors.
@@ -278,8 +278,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             IndexError: An index or a choice is out of range.
             KeyError: No sample has one of the keys, or samples of several shards have it.
             TypeError: `indices` is neither a sequence of indices and keys, nor a mask of the cache's length.
-            ValueError: `indices` is empty, `collate` is unknown, `choose` and `choices` do not fit each other, an alternative
-                is a container of tensors, or the cache is closed.
+            ValueError: `indices` is empty, `collate` is unknown, or `choose` and `choices` do not fit each other. An
+                alternative is a container of tensors. Or the cache is closed.
             BatchError: Structures or dtypes differ between samples; the message names two keys. With `"stack"`, shapes differ,
                 or samples lack a tensor. With `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than
                 `to`. A name in `collate` or `pad_value` matches no tensor. Or a sample has none of the alternatives in
@@ -309,7 +309,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         choose: Choose | None = None,
         choices: Mapping[str, Any] | None = None,
     ) -> tuple[Any, BatchInfo]:
-        """Return the batch that `read_batch` returns, and its `BatchInfo`, which has the shapes before padding."""
+        """Read a batch as `read_batch` does, together with its `BatchInfo`."""
         from wds_tensorcache.reading.batch_info import BatchInfo
         from wds_tensorcache.reading.choose import Randomness
 
@@ -338,9 +338,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return tensors
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        """Return the batch that `read_batch` returns for these samples, but with tensors from the dict `tensors`, by name.
+        """Return the batch of these samples with other tensors, by name.
 
-        Tensors that are not given are left out, as with `select`. Other values are decoded on first use.
+        The batch is that of `read_batch`, but tensors that are not given are left out, as with `select`. Other values are
+        decoded on first use.
 
         Raises:
             KeyError: The cache, or this view of it, has no tensor with one of these names.
@@ -377,10 +378,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         self.close()
 
     def __repr__(self) -> str:
-        """Return a summary: counts, bytes, tensors and fingerprint.
-
-        Only the first 1,000 samples are searched for tensors, and bytes are summed over only the first 1,000 shards.
-        """
+        """Return a summary: counts, bytes, tensors and fingerprint."""
         counts = f"{format_count(len(self), 'sample')} in {format_count(self.num_shards, 'shard')}"
         lines = [f"{type(self).__name__}: {counts}"]
         with contextlib.suppress(OSError, ValueError):
@@ -403,7 +401,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return numbers_of(indices, len(self), self._find)
 
     def _near_keys(self, key: str) -> str:
-        """Return names of samples for a message, as they were before `tc.safe_key`; names similar to `key` come first."""
+        """Return original names of samples for a message, similar names first."""
         keys = list(islice(self.keys(), NUM_COMPARED))
         names = dict.fromkeys(self._name_at(index, stored_key) or stored_key for index, stored_key in enumerate(keys))
         hint = "" if list(names) == keys else "; tc.safe_key(name) is the key of such a name"
@@ -418,25 +416,22 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def _find(self, key: str) -> int: ...
 
     def _stored_name(self, number: int) -> str | None:
-        """Return a sample's original name from the index; None if the key contains the name."""
+        """Return a sample's original name if the index contains it."""
         return None
 
     @abstractmethod
     def _take(self, numbers: slice | Array) -> Self: ...
 
     def _batch_names(self) -> list[str]:
-        """Return the names of all tensors that a batch may have, even if all samples of this view lack a tensor."""
+        """Return the names of all tensors that a batch may have. The samples of this view may lack a tensor."""
         return list(self.schema)
 
     @abstractmethod
     def _request(self, indices: Any, *, collate: Any = None) -> Any:
-        """Return a request for samples by index or key, or for those of a request of another view of the same cache.
-
-        The batch has all tensors that `collate` pads, or lists by a dict, even if all samples lack them.
-        """
+        """Return a request for samples by index, key or another view's request. `collate` may add tensors to the batch."""
 
     def _request_chosen(self, numbers: Array, randomness: Randomness, *, collate: Any = None) -> Any:
-        """Return a request for samples by index, with the alternatives that `randomness` chooses."""
+        """Return a request for samples with the alternatives that `randomness` chooses."""
         request = self._request(numbers, collate=collate)
         if not randomness.alternatives.groups:
             return request
@@ -460,7 +455,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return choose_alternatives(request, alternatives, chooser)
 
     def _shapes(self, request: Any) -> dict[str, torch.Tensor | None]:
-        """Return shapes by tensor name, int64 `[B, ndim]`, or None where `ndim` differs; zeros if a sample lacks the tensor."""
+        """Return shapes by tensor name, int64 `[B, ndim]`; None where `ndim` differs. Rows without the tensor are zeros."""
         from wds_tensorcache.reading.batch.columns import with_chosen
 
         layouts, wanted = request.layouts(), request.structures.wanted
@@ -482,7 +477,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _entries(self) -> Iterator[Entry]:
-        """Yield an `Entry` for each sample, with the shapes of all its tensors."""
+        """Yield each sample's `Entry`, with the shapes of all its tensors."""
 
     @abstractmethod
     def _collect(self, contents: Contents, prefix: str = "") -> None:
@@ -490,14 +485,14 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def _having(self) -> dict[str, Array]:
-        """Return masks by suffix, bool `[len]`: True for samples with a member `KEY.suffix` outside all caches."""
+        """Return masks of samples with a member `KEY.suffix`, by suffix, bool `[len]`."""
 
     @abstractmethod
     def _find_members(self, request: Any, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each wanted sample that has it, by the sample's position in the batch."""
+        """Return the members `KEY.suffix` of wanted samples, by position in the batch."""
 
     def _check_complete(self) -> None:
-        """Raise FormatError if the manifest does not list all shards, or if a shard has members that readers do not see."""
+        """Raise FormatError if readers do not see all shards and members."""
 
     @abstractmethod
     def _paths(self) -> Iterator[str]: ...
@@ -613,7 +608,7 @@ class TensorCache(Cache[_Sample]):
         return self._structures.request(self._store, positions, fixed)
 
     def _fixed_by(self, collate: Any) -> tuple[str, ...]:
-        """Return the names of the tensors that the view or `collate` puts into every batch."""
+        """Return the tensors that the view or `collate` puts into every batch."""
         is_named = isinstance(collate, (Collate, Mapping, Pad)) or (isinstance(collate, str) and collate == "pad")
         if not is_named:
             return self._names
@@ -735,7 +730,7 @@ class TensorCache(Cache[_Sample]):
         return numbers[0]
 
     def _places(self, key: str) -> str:
-        """Return the paths of the shards that contain a key, as text of bounded length."""
+        """Return the paths of the shards that contain a key, as text."""
         numbers = self._find_all(key)
         paths = [self._store.locate(self._at(number))[0].path for number in numbers[:_NUM_PATHS]]
         return ", ".join(paths) + ", …" * (len(numbers) > _NUM_PATHS)

@@ -1,7 +1,7 @@
-"""`choose=`: alternatives among the tensors and values of a sample; a batch has the chosen alternative.
+"""`choose=`: alternatives among the tensors and values of a sample.
 
-For a batch, the chosen alternative is an ordinary tensor under another name. So other alternatives are not read. Chosen values
-come from the decoded samples.
+In a batch, the chosen alternative is an ordinary tensor under another name, so no other alternative is read. Chosen values come
+from the decoded samples.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Group:
         return purpose_of("choose", self.whole_names)
 
     def without(self, prefix: str) -> Group | None:
-        """Return the group without the prefix of a joined cache; None if a name or an alternative lacks the prefix."""
+        """Return the group without a joined cache's prefix. Return None if a name or an alternative lacks it."""
         if not all(text.startswith(prefix) for texts in (self.names, *self.patterns) for text in texts):
             return None
         names, *patterns = (tuple(text[len(prefix) :] for text in texts) for texts in (self.names, *self.patterns))
@@ -88,7 +88,7 @@ class Group:
     def edges(
         self, distinct: Sequence[Mapping[_Match, str]], which: Iterable[int], key: Callable[[int], str]
     ) -> list[_Edges]:
-        """Return the edges of each sample's alternatives; raise BatchError if all alternatives of a sample have the weight 0.
+        """Return the edges of each sample's alternatives. Raise BatchError if all alternatives of a sample have weight 0.
 
         Args:
             distinct: The distinct sets of alternatives of the samples.
@@ -106,7 +106,7 @@ class Group:
         return [edges[at] for at in which]
 
     def is_in(self, cache: Any) -> bool:
-        """Return whether a cache has tensors among the alternatives, or values in its first sample."""
+        """Return whether a cache's tensors, or first sample's values, contain an alternative."""
         patterns = [pattern for row in self.patterns for pattern in row]
         return bool(_expand(patterns, cache._batch_names())) or bool(
             len(cache) and _has_values(cache._sample(0), patterns)
@@ -124,7 +124,7 @@ class Alternatives:
 
     @classmethod
     def of(cls, choose: Any) -> Alternatives:
-        """Return the alternatives for an argument `choose=`; raise ValueError if it has another form."""
+        """Parse an argument `choose=`. Raise ValueError if its form is wrong."""
         if not isinstance(choose, Mapping) or not choose:
             raise ValueError(f"choose={choose!r:.200}, expected a dict of {_EXPECTED}")
         alternatives = cls(tuple(_parse_group(name, wanted) for name, wanted in choose.items()))
@@ -154,15 +154,17 @@ class Alternatives:
 
     @computed_once
     def covers(self) -> Wanted:
-        """Function that returns whether the tensor with a given name is an alternative."""
+        """Predicate: whether the tensor with this name is an alternative."""
         patterns = list(chain.from_iterable(self.patterns.values()))
         return name_matcher([*patterns, *map(glob.escape, patterns)])  # a name may contain brackets
 
     def check(self, cache: Any) -> None:
         """Check that `cache` has these alternatives. Warn if independent choices seem to belong together.
 
-        Raises BatchError if a name or pattern matches no tensor of the cache, and no value of its first sample, or if a name in
-        the batch belongs to a tensor outside its alternatives; ValueError if an alternative is a container of tensors.
+        Raises:
+            BatchError: A name or pattern matches no tensor of the cache, and no value of its first sample. Or a name in the
+                batch belongs to a tensor outside its alternatives.
+            ValueError: An alternative is a container of tensors.
         """
         names = list(cache.schema)
         self.check_patterns(names)
@@ -184,7 +186,7 @@ class Alternatives:
         self._warn_of_pairs(cache)
 
     def check_patterns(self, names: Sequence[str]) -> None:
-        """Raise BatchError if a pattern matches no tensor in `names`, but another pattern of the same alternatives matches."""
+        """Raise BatchError if tensors match only a part of a name's patterns."""
         for name, patterns in self.patterns.items():
             unknown = [pattern for pattern in patterns if not _expand([pattern], names)]
             if 0 < len(unknown) < len(patterns):
@@ -192,7 +194,7 @@ class Alternatives:
                 raise BatchError(f"choose={{{name!r:.100}: …}}: {problem}")
 
     def _warn_of_pairs(self, cache: Any) -> None:
-        """Warn if two independent patterns match equally many alternatives in each examined sample."""
+        """Warn if independent patterns match equally many alternatives in all examined samples."""
         patterns = [(group.names[0], group.patterns[0]) for group in self.groups if group.patterns[0][0].endswith("*")]
         if len(patterns) < 2:
             return
@@ -212,11 +214,11 @@ class Alternatives:
                     )
 
     def patterns_for(self, names: Sequence[str]) -> list[str]:
-        """Return patterns of the stored tensors that a batch with only the tensors `names` needs."""
+        """Return patterns of the stored tensors for a batch of tensors `names`."""
         return [pattern for name in names for pattern in self.patterns.get(name, (glob.escape(name),))]
 
     def schema_of(self, schema: Mapping[str, TensorSchema]) -> dict[str, TensorSchema]:
-        """Return the properties of a batch's tensors, from the properties of the samples' tensors."""
+        """Return the schema of a batch from the schema of its samples."""
         merged = {name: tensor for name, tensor in schema.items() if not self.covers(name)}
         for name, patterns in self.patterns.items():
             for alternative in _expand(patterns, list(schema)).values():
@@ -224,7 +226,7 @@ class Alternatives:
         return merged
 
     def chosen_nbytes(self, sizes: Mapping[str, int]) -> int:
-        """Return the bytes of a sample in a batch, with the mean of the alternatives; `sizes` has the bytes of its tensors."""
+        """Return a sample's bytes in a batch, averaged over alternatives. `sizes` has the bytes of its tensors."""
         total = sum(size for name, size in sizes.items() if not self.covers(name))
         for patterns in self.patterns.values():
             alternatives = _expand(patterns, list(sizes))
@@ -280,10 +282,8 @@ def _edges(weights: tuple[float, ...], matches: tuple[_Match, ...]) -> _Edges | 
 
 
 def _expand(patterns: Sequence[str], names: Collection[str]) -> dict[_Match, str]:
-    """Return the names that match patterns, by their matches, in the order of the patterns, without repetitions.
-
-    The names that match one pattern are in natural order: `captions.2` before `captions.10`.
-    """
+    """Return matching names by their matches, in the order of the patterns."""
+    # natural order: `captions.2` before `captions.10`
     ordered, matches = sorted(names, key=_natural), dict[str, list[tuple[int, tuple[str, ...]]]]()
     for number, pattern in enumerate(patterns):
         if pattern in names:
@@ -318,7 +318,7 @@ def _other_tensor(name: str) -> BatchError:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Randomness:
-    """The inputs for the seeds and choices of a batch, except its sample indices."""
+    """The inputs for a batch's seeds and choices, except its sample indices."""
 
     seed: int = 0  # of the loader
     epochs: int | Array = 0  # epoch of the batch, or of each sample, int64 `[B]`
@@ -327,7 +327,7 @@ class Randomness:
 
     @classmethod
     def of(cls, choose: Any, choices: Mapping[str, Any] | None) -> Randomness:
-        """Return the randomness for `choose=` and `choices=` of `read_batch`; raise ValueError if they do not fit together."""
+        """Parse `choose=` and `choices=` of `read_batch`. Raise ValueError if they do not fit together."""
         if choose is None:
             if choices is not None:
                 raise ValueError("choices without choose=, which says what the alternatives are")
@@ -342,10 +342,10 @@ class Randomness:
         return sample_seeds(self.seed, self.epochs, indices)
 
     def chooser(self, indices: Array) -> Chooser:
-        """Return the function that chooses for the samples at `indices`, by `choices` or else at random.
+        """Return the function that chooses for the samples at `indices`.
 
-        Random choices have equal probabilities, unless the group has weights. A random choice depends only on the seed of the
-        sample, the number and weights of its alternatives, and the names of the group.
+        Without `choices`, it chooses at random, with equal probabilities or by the weights of the group. A random choice
+        depends only on the seed of the sample, the number and weights of its alternatives, and the names of the group.
 
         Raises (on use):
             ValueError: The choices for a name are not integers `[B]`, or differ between names that are chosen together.
@@ -385,7 +385,7 @@ class Randomness:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Choices(Mapping[str, Array]):
-    """The choices in a batch, by name: `choices["text"]` is the index of each sample's alternative, int64 `[B]`.
+    """The index of each sample's chosen alternative, by name, int64 `[B]`.
 
     `choices.chosen("text")` returns the names of the chosen alternatives, "" for a sample that lacks the tensor.
     `read_batch(indices, choose=…, choices=choices)` reads the same tensors again.
@@ -397,7 +397,7 @@ class Choices(Mapping[str, Array]):
     _chosen: dict[str, list[str]]
 
     def chosen(self, name: str) -> list[str]:
-        """Return the name of each sample's chosen alternative; raise KeyError if the batch has no choice of this name."""
+        """Return the name of each sample's chosen alternative. Raise KeyError if the batch has no choice of this name."""
         return list(self._chosen[name])
 
     def __getitem__(self, name: str) -> Array:
@@ -436,7 +436,7 @@ class ChosenRequest(Request):
         return self.picked
 
     def values(self, samples: Sequence[Any] = ()) -> Mapping[str, Sequence[tuple[str, Any]]]:
-        """Return the name and the value of each sample's chosen alternative that is not a tensor, by name in the batch.
+        """Return `(alternative, value)` of each sample, by name in the batch. Tensors are left out.
 
         `samples` contains the samples of `rows` if all were decoded before. Raises BatchError if a sample has no alternatives,
         or if names that are chosen together cannot be paired; and the errors of `chooser`.
@@ -490,7 +490,7 @@ class ChosenRequest(Request):
         return sample
 
     def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Put chosen tensors and values into a batch or a sample, and remove the values that are alternatives."""
+        """Remove the alternative values, and put in the chosen tensors and values."""
         for name in values:
             for place, key in _places(batch, self.alternatives.patterns[name]):
                 del place[key]
@@ -525,8 +525,11 @@ class ChosenRequest(Request):
 def choose_alternatives(request: Request, alternatives: Alternatives, chooser: Chooser) -> ChosenRequest:
     """Return a request that has only the chosen alternative of each group.
 
-    Raises BatchError if a sample has none of the alternatives of a name, if names that are chosen together cannot be paired,
-    if a pattern matches no tensor, or if a name belongs to another tensor; and the errors of `chooser`.
+    Raises:
+        BatchError: A sample has none of the alternatives of a name, or names that are chosen together cannot be paired. Or a
+            pattern matches no tensor, or a name belongs to another tensor.
+        ValueError: An alternative is a container of tensors.
+        Errors of `chooser`: A choice is not valid.
     """
     request.find_names()  # an old index may lack names of alternatives
     stored = layouts_of(request.rows)
@@ -548,7 +551,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
         has_tensors = any(map(has_any.__contains__, group.names))
         for name in group.names:
             patterns = alternatives.patterns[name]
-            # all samples of the batch may lack a tensor that is chosen together with others
+            # all samples of the batch may lack a tensor, although its group has tensors
             if name in has_any or (has_tensors and _expand(patterns, list(whole_schema(request.store)))):
                 tensors.append((name, group))
             else:
@@ -581,7 +584,7 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
 def _find_first(
     stored: Layouts, at: int, group: Group, available: Mapping[str, dict[_Match, str]]
 ) -> dict[_Match, str]:
-    """Return the alternatives of the first name in a group that has any; raise BatchError if none has."""
+    """Return the alternatives of the group's first name that has any."""
     for name in group.names:
         if available[name]:
             return available[name]
@@ -589,7 +592,7 @@ def _find_first(
 
 
 def _check_pairs(key: str, group: Group, first: dict[_Match, str], other: dict[_Match, str]) -> None:
-    """Raise BatchError unless alternatives that are chosen together can be paired by their names."""
+    """Raise BatchError unless the alternatives can be paired by their names."""
     parts = (part for match in first for _, parts in match for part in parts)
     if first.keys() == other.keys() and not any(map(_POSITIONAL.search, parts)):
         return
@@ -622,7 +625,7 @@ class _Rest(Structures):
         self._contents: dict[Any, tuple[Form, _Contents]] = {}
 
     def contents(self, layout: Layout, sample_key: Callable[[], str]) -> _Contents:
-        """Return alternatives by name in the batch, and the other tensors' names; raise BatchError if they clash."""
+        """Return alternatives by name in the batch, and the other tensors' names. Raise BatchError if they clash."""
         key = id(layout.form), layout.texts, layout.further
         kept = self._contents.get(key)
         if kept is None:
@@ -640,7 +643,7 @@ class _Rest(Structures):
         return kept[1]
 
     def whole(self, sample: Any) -> Any:
-        """Return a sample without its alternatives; drop None in their places, and containers that held only alternatives."""
+        """Return a sample without its alternatives. Drop None in their places, and containers that held only alternatives."""
         kept = project(super().whole(sample), lambda name: not self._alternatives.covers(name), prunes=True)
         if kept is None and type(sample) in DICTS:
             kept = empty_like(sample)
@@ -670,7 +673,7 @@ _Contents: TypeAlias = "tuple[dict[str, dict[_Match, str]], set[str]]"
 
 
 def _find(sample: Any, pattern: str) -> Iterator[tuple[Any, Any, str]]:
-    """Yield container, key or index, and name of each item that matches a pattern."""
+    """Yield container, key or index, and name of each matching item."""
     part, dot, rest = pattern.partition(".")
     steps = steps_of(sample)
     for name in [part] if part in steps else fnmatch.filter(steps, part):
@@ -682,7 +685,7 @@ def _find(sample: Any, pattern: str) -> Iterator[tuple[Any, Any, str]]:
 
 
 def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, Any], Any]]:
-    """Yield dict and key for each value that may be an alternative, and for each container of alternatives."""
+    """Yield dict and key of possible alternatives, and of their containers."""
     for pattern in patterns:
         for place, key, _ in list(_find(sample, pattern.removesuffix(".*"))):
             # the caller may have deleted the key of a dict that occurs twice
@@ -691,7 +694,7 @@ def _places(sample: Any, patterns: Sequence[str]) -> Iterator[tuple[dict[Any, An
 
 
 def _values(sample: Any, patterns: Sequence[str]) -> dict[str, Any]:
-    """Return alternatives by name, without None and tensors; raise BatchError if `NAME` of `NAME.*` is not a container."""
+    """Return alternatives by name, without None and tensors. Raise BatchError if `NAME` of `NAME.*` is not a container."""
     values: dict[str, Any] = {}
     for pattern in patterns:
         is_list = pattern.endswith(".*")

@@ -1,4 +1,4 @@
-"""Ways to collate the tensors of a batch: stacked, listed or padded, chosen by tensor name."""
+"""Ways to collate the tensors of a batch, by tensor name."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ TENSOR_WAYS = (*WAYS, "auto")  # accepted by read_tensors
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Padding of a tensor's rows, made by `tc.pad`, which explains the fields.
-
-    A row contains the data of one sample in a batched tensor.
-    """
+    """Padding of a tensor's rows, made by `tc.pad`, which explains the fields. A row contains one sample's data."""
 
     to: int | tuple[int, ...] | None = None
     value: complex = 0
@@ -44,7 +41,7 @@ class Pad:
 
 
 def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
-    """Return a value for `collate=` that pads each sample's tensor to one length with `value`.
+    """Return a value for `collate=` that pads tensors to one length.
 
     Only the first dimension is padded; all other dimensions must be equal. A tensor without dimensions is stacked.
 
@@ -69,18 +66,18 @@ class Collate:
     prefix: str = ""  # added to a tensor's name before it is matched; used by joined caches
 
     def with_prefix(self, prefix: str) -> Collate:
-        """Return a copy that adds `prefix` to tensor names, for one cache of a joined cache."""
+        """Return a copy that adds `prefix` to tensor names."""
         return replace(self, prefix=self.prefix + prefix) if prefix else self
 
     def check_names(self, names: Sequence[str]) -> None:
-        """Raise BatchError if a name, or a pattern other than `*`, matches no tensor."""
+        """Raise BatchError if a name or pattern except `*` matches no tensor."""
         for option, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
             for pattern in wanted if isinstance(wanted, Mapping) else ():
                 if pattern not in names and pattern != "*" and not any(fnmatchcase(name, pattern) for name in names):
                     raise BatchError(f"{option} has an {unknown_name('tensor', pattern, names)}")
 
     def way(self, name: str) -> str | Pad:
-        """Return the way to collate a tensor: by its name, else by the first pattern that matches, else "stack"."""
+        """Return the way for a name, else for the first matching pattern. The default is "stack"."""
         name = self.prefix + name
         way: str | Pad = _find(self.ways, name, "stack")
         if way == "pad":
@@ -95,9 +92,9 @@ def _find(values: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: Sequence[str] = ()) -> Any:
-    """Return a `collate` that `read_batch` of every cache accepts, even if the caches have different tensors.
+    """Return a `collate` that caches with different tensors accept.
 
-    `more` contains names of tensors that are in the batches, but in no cache. See `as_collate` and `check_names` for errors.
+    `more` has the names of tensors that are in the batches, but in no cache. See `as_collate` and `check_names` for errors.
     """
     if callable(collate):
         return collate
@@ -109,7 +106,7 @@ def collate_for(caches: Sequence[Any], collate: Any, pad_value: PadValue, more: 
 
 
 def as_collate(collate: Any, pad_value: PadValue, ways: tuple[str, ...] = WAYS) -> Collate:
-    """Return the `Collate` for these arguments of `read_batch`; raise ValueError if `collate` is a function or unknown."""
+    """Return the `Collate` for these arguments of `read_batch`. Raise ValueError if `collate` is a function or unknown."""
     if isinstance(collate, Collate):
         return collate
     by_name = collate if isinstance(collate, Mapping) else {"*": collate}

@@ -1,4 +1,4 @@
-"""`Cache.describe`: the tensors, small values and members of a cache, at a bounded cost for values and with a bounded repr."""
+"""Descriptions of a cache's tensors, small values and members, for `Cache.describe`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), di
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription(TensorSchema):
-    """The properties of one tensor across all samples, with the number of samples of each shape.
+    """The properties and shapes of one tensor across all samples.
 
     Attributes:
         shapes: Number of samples of each shape, most frequent shapes first, at most 20.
@@ -74,7 +74,7 @@ class ValueDescription:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Description:
-    """The contents of a cache, made by `Cache.describe`; its repr is a summary of bounded length.
+    """The contents of a cache, made by `Cache.describe`. Its repr is a summary of bounded length.
 
     Attributes:
         num_samples: Number of samples.
@@ -139,7 +139,7 @@ def _limit_lines(lines: Iterable[str], count: int) -> Iterator[str]:
 
 
 def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
-    """Return a text like the repr of a value, in about `limit` characters."""
+    """Return a text like a value's repr, in about `limit` characters."""
     # Hazard: a hostile container may contain itself, or one list many times, so that its repr is far larger than the container.
     if isinstance(value, (str, bytes, bytearray)):
         return repr(value[:limit]) + "…" * (len(value) > limit)
@@ -166,7 +166,7 @@ def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
 
 
 def value_name(path: Path) -> str:
-    """Return the name of a value at a path of keys and indices, like the name of a tensor: `cond.0.1.prompt`."""
+    """Return the name of the value at `path`, for example `cond.0.1.prompt`."""
     parts = (component(key, 0) if type(key) in (str, int) else value_text(key, _VALUE_CHARS) for key in path)
     return ".".join(parts)
 
@@ -192,7 +192,7 @@ def _type_name(value: object) -> str:
 
 
 class Contents:
-    """Tensors and values that `Cache.describe` has collected so far, in one cache or in all parts of a joined cache.
+    """The tensors and values that `Cache.describe` has collected so far.
 
     Attributes:
         num_counted, num_examined: As in `Description`.
@@ -218,7 +218,7 @@ class Contents:
             self._shapes.setdefault(whole, Counter()).update(dict(added))
 
     def add_values(self, prefix: str, samples: Iterable[Any]) -> None:
-        """Add the values of samples; `prefix` is their path in the samples of a joined cache."""
+        """Add values of samples; `prefix` precedes their names in a joined cache."""
         count = 0
         for count, sample in enumerate(samples, 1):  # noqa: B007
             paths: deque[Path] = deque()

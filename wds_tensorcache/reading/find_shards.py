@@ -1,4 +1,4 @@
-"""Find the shards of a path, a url, a pattern, a folder or a manifest."""
+"""The shards of a path, url, pattern, folder or manifest."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def find_shards(
 
 
 def iterate_texts(source: Any) -> Iterator[str]:
-    """Yield the paths, urls and patterns in nested lists; raise TypeError for anything else."""
+    """Yield the paths, urls and patterns in nested lists. Raise TypeError for anything else."""
     if isinstance(source, (str, os.PathLike)):
         yield os.fspath(source)
         return
@@ -159,6 +159,7 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
     folder = folder_of(path)
     manifest = os.path.join(path, MANIFEST) if not folder.is_remote else folder.locate(MANIFEST)
     kinds = "; a url that ends in neither .json nor .tar is that of a folder" if folder.is_remote else ""
+    # without a manifest, all tars are shards; with one, the shards that it does not list may be unfinished
     shards, names = listed(manifest), None
     if shards is None:
         try:
@@ -186,12 +187,12 @@ def _find_in_folder(path: str, listed: _Listed, messages: list[str]) -> list[Fou
 
 
 def shard_names(names: Iterable[str]) -> list[str]:
-    """Return the sorted names of shards among file names: all names that end in `.tar`, except hidden files."""
+    """Return the sorted names that end in `.tar`, except hidden files."""
     return sorted(name for name in names if name.endswith(".tar") and not name.startswith("."))
 
 
 def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) -> str:
-    """Return a message about tars of a local folder that are not `listed`, or `""`."""
+    """Describe a folder's tars that are not `listed`, or return `""`."""
     try:
         names = os.listdir(folder)
     except OSError:  # the folder cannot be listed, but its files may be readable
@@ -230,7 +231,7 @@ def _describe_left_out(folder: str, listed: list[str], *, has_manifest: bool) ->
 
 
 def is_tar(path: object) -> bool:
-    """Return whether an object is the path or url of a tar, by its name; the tar may be compressed."""
+    """Return whether a path or url names a tar, compressed or not."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
     name = (split_url(text)[1] if is_url(text) else text).rpartition("/")[2]
     return _IS_TAR(name) is not None
@@ -271,7 +272,7 @@ def file_identity(path: str) -> tuple[int, int]:
 
 
 def existing_folder(pattern: str) -> str:
-    """Return the longest prefix of a pattern that is the path of an existing folder; else `""`."""
+    """Return the longest prefix that is an existing folder, else `""`."""
     folder = os.path.dirname(pattern)
     while folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -279,7 +280,7 @@ def existing_folder(pattern: str) -> str:
 
 
 def _read_listed(path: str) -> list[FoundShard] | None:
-    """Return the shards that a manifest lists; None if it does not exist. Unlisted shards may be unfinished."""
+    """Return the shards that a manifest lists; None without the manifest."""
     try:
         entries, extra = read_manifest(path)
     except FileNotFoundError:

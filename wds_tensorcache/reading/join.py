@@ -1,4 +1,4 @@
-"""Join several caches by key into one cache, for example to add new text states to latents without rewriting the latents."""
+"""`tc.join`: several caches as one, joined by key. For example, it adds new text states to unchanged latents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def join(
     how: Literal["exact", "inner"] = "exact",
     keys: Mapping[str, KeyMap] | Mapping[int, KeyMap] | None = None,
 ) -> JoinedCache:
-    """Join caches by key: each sample combines the samples of all caches that have the same key.
+    """Join caches by key. Each sample combines the samples of all caches that have the same key.
 
     Args:
         caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and samples with the same key are merged
@@ -103,7 +103,7 @@ def join(
 
 
 def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, KeyMap]) -> list[Any]:
-    """Return a view of each cache, such that the samples to join have the same index in all views."""
+    """Return views of the caches in which joined samples share an index."""
     first, rows_of_parts = _with_keys(parts[0]), []
     for name, other in zip(names[1:], parts[1:], strict=True):
         rows, others_keys = _match_keys(first, _with_keys(other), maps.get(name))
@@ -129,10 +129,7 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
 
 
 def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
-    """Return the index in `other` of each sample's match, -1 without a match, and the keys that only `other` has.
-
-    The array is None if both caches have the same keys in the same order. With `key_map`, no keys are returned.
-    """
+    """Return each sample's index in `other`, or -1, and `other`'s further keys. Equal keys need no indices."""
     if key_map is None and _are_equal(first, other):
         return None, []
     places = {key: at for at, key in enumerate(other.keys())}
@@ -146,6 +143,7 @@ def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array |
     rows = np.fromiter((places.get(key, -1) for key in wanted), np.int64, len(first))
     is_matched = np.zeros(len(other), np.bool_)
     is_matched[rows[rows >= 0]] = True
+    # with a `key_map`, `other` may have keys without a match
     return rows, [] if key_map is not None else [key for key, done in zip(places, is_matched, strict=True) if not done]
 
 
@@ -166,7 +164,7 @@ def _are_equal(first: Any, other: Any) -> bool:
 
 
 def _with_keys(cache: Any) -> Any:
-    """Return the cache that determines the keys: the first cache of a joined cache, else `cache` itself."""
+    """Return the cache that determines the keys of `cache`."""
     while isinstance(cache, JoinedCache):
         cache = cache._caches[0]
     return cache
@@ -174,10 +172,10 @@ def _with_keys(cache: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _JoinedRequest:
-    """The samples of a batch; `parts` contains a request for each cache, `prefixes` the prefixes of the tensors' names."""
+    """The samples of a batch, as a request for each cache."""
 
     parts: Sequence[Any]
-    prefixes: Sequence[str]
+    prefixes: Sequence[str]  # of the tensors' names
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -235,7 +233,7 @@ class JoinedCache(Cache[_Sample]):
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        """Description of how the caches were made: the fields that have the same value in all caches."""
+        """Description of how the caches were made. It has the fields that are equal in all caches."""
         return common_fields(cache.fingerprint for cache in self._caches)
 
     @property
@@ -332,7 +330,7 @@ class JoinedCache(Cache[_Sample]):
         return _JoinedRequest(parts, self._prefixes)
 
     def _owners(self, alternatives: Alternatives) -> dict[int, Alternatives]:
-        """Return the alternatives in each cache by the cache's position, without caches that have no alternatives."""
+        """Return the alternatives by the position of the cache that has them."""
         groups_of_caches: dict[int, list[Group]] = {}
         for group in alternatives.groups:
             parts = [(number, group.without(prefix)) for number, prefix in enumerate(self._prefixes)]
@@ -364,7 +362,7 @@ class JoinedCache(Cache[_Sample]):
         return result
 
     def _find_members(self, request: _JoinedRequest, suffix: str, wanted: Iterable[int]) -> dict[int, bytes]:
-        """Return the member `KEY.suffix` of each sample in `wanted`, from the first cache that has it."""
+        """Return each wanted sample's member, from the first cache that has it."""
         members: dict[int, bytes] = {}
         for cache, part in zip(self._caches, request.parts, strict=True):
             members |= cache._find_members(part, suffix, [i for i in wanted if i not in members])

@@ -162,7 +162,7 @@ def _node_cache(path: str | os.PathLike[str], max_nbytes: int | None, max_open: 
 
 
 def _choose_name(name: str | None, caches: Mapping[str, Iterable[str]]) -> str | None:
-    """Return the name of the cache to open, among the caches in the shards; None if there is none to choose."""
+    """Return the name of the cache to open; None without a cache."""
     if name:
         cache_name(name)
     there = sorted({other for names in caches.values() for other in names})

@@ -1,4 +1,4 @@
-"""The positions of a view's samples in its store, as a range or an array, and the keys of the samples."""
+"""Positions of a view's samples in its store, and their keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARDS_AHEAD = 64  # shards whose indexes `in_order` loads at a time
 
 
 def take(positions: Positions, numbers: Any) -> Positions:
-    """Return the positions of a view's samples `numbers`: a range for a slice of a range, otherwise an array."""
+    """Return the positions of a view's samples `numbers`. Only a slice of a range gives a range."""
     if isinstance(positions, range):
         if isinstance(numbers, slice):
             return positions[numbers]
@@ -40,10 +40,9 @@ def as_array(positions: Positions) -> Array:
 
 
 def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, Array]]:
-    """Yield `(shard, indices into positions, rows)` for each shard that contains some of the positions, in shard order.
+    """Yield `(shard, indices into positions, rows)` for each shard of the positions.
 
-    A row is the index of a sample among the samples of its shard that have the cache. Cost: an array of positions is sorted
-    once, not searched for each shard.
+    Shards come in their order. A row is the index of a sample among the samples of its shard that have the cache.
     """
     if isinstance(positions, range):
         runs = list(shard_runs(store, positions))
@@ -52,7 +51,7 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
             yield store.shards[at], slice(first, last), as_array(positions[first:last]) - store.starts[at]
         return
     number = store.shard_numbers(positions)
-    # numpy uses a radix sort for short integers
+    # sorted once, not searched for each shard; numpy uses a radix sort for short integers
     order = np.argsort(number, kind="stable") if bool((number[1:] < number[:-1]).any()) else slice(None)
     ordered = number[order]
     edges = _edges(ordered).tolist()
@@ -64,7 +63,7 @@ def by_shard(store: Store, positions: Positions) -> Iterator[tuple[Shard, Any, A
 
 
 def shard_runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, int]]:
-    """Yield `(shard number, first, last)` for each run of positions in one shard; `[first, last)` indexes `positions`."""
+    """Yield `(shard number, first, last)` for each run `positions[first:last]` in one shard."""
     if not isinstance(positions, range):
         numbers = store.shard_numbers(positions)
         yield from ((numbers.item(first), first, last) for first, last in pairwise(map(int, _edges(numbers))))
@@ -81,12 +80,12 @@ def shard_runs(store: Store, positions: Positions) -> Iterator[tuple[int, int, i
 
 
 def _edges(numbers: Array) -> Array:
-    """Return the indices at which runs of equal numbers begin, and the index after the last run."""
+    """Return the first index of each run of equal numbers, and `len(numbers)`."""
     return np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1], [True]])) if len(numbers) else numbers
 
 
 def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]]:
-    """Yield `(shard, rows)` for each run of positions in one shard, in the order of the positions."""
+    """Yield `(shard, rows)` for each run of positions in one shard."""
     runs = shard_runs(store, positions)
     while ahead := list(islice(runs, _SHARDS_AHEAD)):
         store.load_indexes([at for at, _, _ in ahead])
@@ -95,9 +94,10 @@ def in_order(store: Store, positions: Positions) -> Iterator[tuple[Shard, Array]
 
 
 def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], int]) -> Array:
-    """Return sample indices, int64 in `[0, count)`, for indices (which may be negative), keys, or a mask.
+    """Return sample indices for indices, keys or a mask, int64 in `[0, count)`.
 
-    Raises IndexError or KeyError if a sample does not exist, and TypeError for anything but ints or keys, or `count` bools.
+    Indices may be negative. Raises IndexError or KeyError if a sample does not exist, and TypeError for anything but ints,
+    keys or `count` bools.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"indices must be a sequence of ints or keys, got {indices!r:.100}")
@@ -123,14 +123,14 @@ def numbers_of(indices: Iterable[int | str], count: int, find: Callable[[str], i
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` numbers of `range(count)`, at about equal distances, from 0 on."""
+    """Return at most `most` evenly spread numbers of `range(count)`, from 0 on."""
     most = min(count, most)
     return [count * number // most for number in range(most)]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeysView(Sequence[str]):
-    """A sequence of a cache's keys in the order of its samples; each key is decoded on access."""
+    """The keys of a cache in sample order, each decoded on access."""
 
     _cache: Any
 
@@ -151,10 +151,10 @@ class KeysView(Sequence[str]):
         return key in self._cache
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
-        """Return the index of the first sample whose key is `value`; it is looked up, not searched for.
+        """Return the index of the first sample whose key is `value`. With `start` or `stop`, the keys are searched.
 
         Raises:
-            ValueError: No sample has the key.
+            ValueError: No sample in the range has the key.
         """
         if value not in self:
             raise ValueError(f"no sample {value!r:.100} among the {len(self)} samples")

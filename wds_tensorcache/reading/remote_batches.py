@@ -1,4 +1,4 @@
-"""Read a batch from remote shards: from the node's cache if it has all bytes, otherwise by simultaneous requests."""
+"""Batches from remote shards, read from the node's cache or by requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Extent = tuple[int, int, int]  # shard number, and the range of bytes `[begin, 
 def fetch(
     extents: Mapping[int, tuple[File, int, int]], ranges: Iterable[tuple[File, int, list[Any]]] = ()
 ) -> dict[int, bytes]:
-    """Read ranges of remote shards straight into memory, and return the bytes of each extent, by its key.
+    """Read ranges into memory, and return the bytes of extents, by key.
 
     An extent is a file and the bytes `[begin, end)`. A range is a file, the offset of the first byte, and 1-D byte buffers,
     which are filled in order.
@@ -36,7 +36,7 @@ def fetch(
 def read_remote_rows(
     store: Store, ranges: Ranges, extents: Mapping[int, _Extent], memory: np.ndarray[Any, Any]
 ) -> dict[int, bytes]:
-    """Read ranges of remote shards into `memory`, and return the bytes of extents, as `fetch` does."""
+    """Read `ranges` into `memory`, and return the bytes of `extents`, by key."""
     copies = _find_copies(store, np.unique(ranges.file).tolist())
     if copies is not None and _are_present(store, copies, ranges, extents.values()):
         with suppress(Evicted):
@@ -49,7 +49,7 @@ def read_remote_rows(
 
 
 def _find_copies(store: Store, numbers: Sequence[int]) -> dict[int, BlockFile] | None:
-    """Return the local files of remote shards, by shard number; None if a shard has no local file."""
+    """Return local files by shard number; None if a shard has none."""
     copies, now_s = dict[int, BlockFile](), time.monotonic()
     for number in numbers:
         whole = store.whole_copies.get(number)

@@ -1,4 +1,4 @@
-"""Dtypes and shapes of the samples' tensors, taken from the index without reading a tensor."""
+"""Dtypes and shapes of the samples' tensors, taken from the index."""
 
 from __future__ import annotations
 
@@ -82,10 +82,7 @@ def make_entry(key: str, nbytes: int, shapes: dict[str, tuple[int, ...]]) -> Ent
 
 
 class _Forms:
-    """Known references of tensors, which state their true dtypes, for each form. Samples of one form differ only in shapes.
-
-    The references come from the index, or from one sample's skeleton if the index contains only stored dtypes.
-    """
+    """Known references of tensors for each form. Samples of one form differ only in shapes."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, tuple[str, ...] | None, Further], tuple[Form, dict[str, Reference]]] = {}
@@ -98,6 +95,7 @@ class _Forms:
             if layout.texts is not None:
                 references = {name: resolve(layout, text) for name, text in layout.named_texts.items()}
             else:
+                # the index contains only stored dtypes; a skeleton has the true ones
                 references = {name: lazy._reference for name, lazy in flatten(shard.sample(row)).items()}
             self._known[key] = layout.form, references
         return self._known[key][1]
@@ -135,9 +133,10 @@ def whole_schema(store: Store) -> Mapping[str, TensorSchema]:
 
 
 def stored_shapes(store: Store, positions: Positions) -> Iterator[Tensor]:
-    """Yield a `Tensor` for each tensor and form of the samples at `positions`.
+    """Yield a `Tensor` for each tensor of each form at `positions`.
 
-    A shape may occur several times. Cost: a few numpy operations per shard and form. Memory: all shapes of a form.
+    A shape may occur several times. Cost: a few numpy operations per shard and form. Memory: the shapes of all layouts in all
+    shards.
     """
     forms = _Forms()
     # by form and references: the shapes of all tensors of each layout, and its number of samples
@@ -205,7 +204,7 @@ def entries(store: Store, positions: Positions) -> Iterator[Entry]:
 
 
 def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple[int, ...]], Array]:
-    """Return a tensor's distinct shapes, and the index of each sample's shape; raise KeyError if a sample lacks the tensor."""
+    """Return a tensor's distinct shapes, and each sample's index into them. Raise KeyError if a sample lacks it."""
     forms = _Forms()
     numbers: dict[tuple[int, ...], int] = {}
     result = np.empty(len(positions), np.int64)
@@ -220,7 +219,7 @@ def shapes_of(store: Store, positions: Positions, name: str) -> tuple[list[tuple
 
 
 def members_of(store: Store, positions: Positions) -> dict[str, Array]:
-    """Return masks by suffix, bool `[len(positions)]`: True for each sample with a member `KEY.suffix` outside all caches."""
+    """Return masks of samples with a member `KEY.suffix`, by suffix, bool `[len(positions)]`."""
     result: dict[str, Array] = {}
     for shard, which, rows in by_shard(store, positions):
         for suffix in shard.index.members:
@@ -231,7 +230,7 @@ def members_of(store: Store, positions: Positions) -> dict[str, Array]:
 
 
 def as_patterns(patterns: Any) -> tuple[str, ...]:
-    """Return the argument of `select` as a tuple of patterns; raise TypeError if a pattern is not a string."""
+    """Return the patterns of `select` as a tuple. Raise TypeError if one is not a string."""
     names = (patterns,) if isinstance(patterns, (str, int)) else tuple(patterns)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -241,18 +240,19 @@ def as_patterns(patterns: Any) -> tuple[str, ...]:
 
 
 def with_trees(patterns: Iterable[str]) -> tuple[str, ...]:
-    """Return `patterns`, and a pattern for the tensors inside each matching container. Names may contain brackets."""
+    """Return `patterns`, and a pattern for the tensors inside each matching container."""
     patterns = tuple(patterns)
+    # a name with brackets matches only its escaped pattern
     patterns = (*patterns, *(glob.escape(pattern) for pattern in patterns if "[" in pattern))
     return (*patterns, *(f"{pattern}.*" for pattern in patterns))
 
 
 def find_unknown(patterns: Iterable[str], names: Collection[str]) -> str | None:
-    """Return the first pattern that matches neither a tensor's name nor the name of a container of tensors."""
+    """Return the first pattern that matches no tensor and no container."""
     return next((name for name in patterns if not any(fnmatch.filter(names, one) for one in with_trees([name]))), None)
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a function that returns whether a tensor's name matches one of the `fnmatch` patterns."""
+    """Return a predicate: whether a name matches one of the `fnmatch` patterns."""
     match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
     return lambda name: match(name) is not None

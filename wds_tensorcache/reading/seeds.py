@@ -1,4 +1,4 @@
-"""Random bits from integers by SplitMix64: a seed for each sample in each epoch, and independent draws from a seed.
+"""Random bits from integers by SplitMix64: sample seeds, and draws from seeds.
 
 Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014. Nothing here has a state, so each number
 depends only on its arguments, in every process and in every release.
@@ -24,7 +24,7 @@ _SAMPLES = 0x5A3D1E  # makes seeds independent of the order of the samples, whic
 
 @lru_cache(maxsize=32)
 def round_keys(seed: int, epoch: int) -> Array:
-    """Return eight keys, uint64 `[8]`: the sequence of SplitMix64 that starts from a hash of seed and epoch."""
+    """Return SplitMix64's first eight numbers for seed and epoch, uint64 `[8]`. Do not change the array: it is cached."""
     states = finalize(np.array([seed * GOLDEN & _MASK, (epoch + 1) * GOLDEN + 1 & _MASK], np.uint64))
     return finalize((states[0] ^ states[1]) + np.arange(1, _NUM_KEYS + 1, dtype=np.uint64) * np.uint64(GOLDEN))
 
@@ -62,7 +62,7 @@ def sample_seeds(seed: int, epochs: int | Array, indices: Array) -> Array:
 
 
 def stream_seed(seed: int, kind: str, number: int = 0) -> int:
-    """Return the seed of a stream of random numbers, in `[0, 2^64)`: a hash of the loader's seed, the kind and a number."""
+    """Return the seed of a stream of random numbers, in `[0, 2^64)`."""
     # with `seed + number`, stream 1 of seed 0 is stream 0 of seed 1, so runs that only differ by seeds share orders
     return xxhash.xxh3_64_intdigest(f"{kind}|{number}|{seed}".encode())
 
@@ -84,6 +84,6 @@ def fractions_of(seeds: Array, purpose: str) -> Array:
 
 
 def as_fractions(bits: Array) -> Array:
-    """Return numbers in [0, 1), float64, from the upper 53 of 64 random bits each."""
+    """Return numbers in [0, 1), float64, from 64 random bits each."""
     fractions: Array = (bits >> np.uint64(11)).astype(np.float64) / (1 << 53)
     return fractions

@@ -1,4 +1,4 @@
-"""State that a cache shares with its views: shards, open files, memory, threads and the table of keys."""
+"""The state that a cache shares with its views."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ if TYPE_CHECKING:
     from wds_tensorcache.storage.node_cache.block_file import BlockFile
 
 Array = np.ndarray[Any, Any]
-_MAX_VALUES_NBYTES = 1 << 26  # of the kept values of a cache
+_MAX_VALUES_NBYTES = 1 << 26  # of the kept values of a cache; decoding them again would take 3 us per sample
 _VALUES_NBYTES = 150  # of a sample's values in memory, beyond the length of its skeleton
 _NO_VALUES: Mapping[int, tuple[Any, ...]] = {}
 
 
 class KeptValues:
-    """The plain values of samples, kept in bounded memory after their first use.
-
-    Decoding them again would take 3 us per sample.
+    """The plain values of samples, kept in bounded memory after first use.
 
     Threads/fork: any thread; a forked child has a copy.
     """
@@ -43,11 +41,11 @@ class KeptValues:
         self._left_nbytes = _MAX_VALUES_NBYTES
 
     def of(self, number: int, template: Template) -> Mapping[int, tuple[Any, ...]]:
-        """Return the values that a template extracted from samples of a shard, by row."""
+        """Return the kept values of a shard's samples with `template`, by row."""
         return self._values.get((number, template), _NO_VALUES)
 
     def keep(self, number: int, row: int, template: Template, values: Sequence[Any], nbytes: int) -> None:
-        """Keep the values of a sample whose skeleton has `nbytes` bytes, if there is room."""
+        """Keep a sample's values if there is room. Its skeleton has `nbytes` bytes."""
         if self._left_nbytes > 0:
             self._left_nbytes -= nbytes + _VALUES_NBYTES
             self._values.setdefault((number, template), {})[row] = tuple(values)  # garbage collections skip them
@@ -74,7 +72,7 @@ class Store:
         self.pool = pool
         self.num_threads = num_threads
         self.fingerprint = fingerprint
-        self.left_out = left_out  # message about shards that the manifest does not list
+        self.left_out = left_out  # message about shards that were left out
         self.starts = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
         )
@@ -101,23 +99,23 @@ class Store:
         return Store, (self.shards, self.files, self.pool, self.num_threads, self.fingerprint, self.left_out)
 
     def single_threaded(self) -> Store:
-        """Return a store that reads with one thread, and shares the files and memory of this store."""
+        """Return a store with one thread that shares files and memory."""
         store = Store(self.shards, self.files, self.pool, 1, self.fingerprint, self.left_out)
         store.schema, store.whole_copies, store.values = self.schema, self.whole_copies, self.values
         return store
 
     def load_indexes(self, numbers: Iterable[int] | None = None) -> None:
-        """Load the indexes of the remote shards with these numbers, or of all remote shards, several at a time."""
+        """Load the indexes of remote shards together, by default of all."""
         if self._unloaded:
             wanted = sorted(self._unloaded.intersection(self._unloaded if numbers is None else numbers))
             load_indexes([self.shards[number] for number in wanted])
             self._unloaded.difference_update(wanted)
 
     def find_names(self, numbers: Iterable[int] | None = None) -> bool:
-        """Find additional names that old indexes lack, by default in all shards; return whether this call adds names.
+        """Add names that old indexes lack, and return whether there were any.
 
-        Shards with such names get new indexes. Cost: one skeleton of each form; if it has additional names, all skeletons of
-        the shard. A shard is examined only once.
+        Shards with such names get new indexes. By default, all shards are examined, each only once. Cost: one skeleton of each
+        form; if it has additional names, all skeletons of the shard.
         """
         has_new_names = False
         for number in range(len(self.shards)) if numbers is None else numbers:
@@ -136,7 +134,7 @@ class Store:
         return has_new_names
 
     def locate(self, position: int) -> tuple[Shard, int]:
-        """Return the shard of the sample at `position`, and its row: its index among the shard's samples with this cache."""
+        """Return the shard and row of a sample. A row is an index among the shard's samples with this cache."""
         if len(self.shards) == 1:
             return self.shards[0], position
         number = self.shard_number(position)
@@ -146,7 +144,7 @@ class Store:
         return bisect_right(self._starts, position) - 1
 
     def shard_numbers(self, positions: Array) -> Array:
-        """Return the shard number of the sample at each position, in the narrowest dtype."""
+        """Return the shard number of each position, in the narrowest dtype."""
         numbers: Array = np.searchsorted(self.starts, positions, "right").astype(self.number_dtype)
         return numbers - np.ones((), self.number_dtype)
 
@@ -155,7 +153,7 @@ class Store:
         return shard.key(row)
 
     def find(self, key: str) -> list[int]:
-        """Return the positions of the samples with this key, ascending: at most one, unless several shards contain the key."""
+        """Return the positions of the samples with this key, ascending. Only a key in several shards has more than one."""
         if self._table is None:
             from wds_tensorcache.shards.key_table import KeyTable
 
@@ -164,7 +162,7 @@ class Store:
         return self._table.find(key)
 
     def all_keys(self) -> tuple[Array, Array] | None:
-        """Return the bytes and the lengths of all keys; None without shards, or if some of their samples lack the cache."""
+        """Return the bytes and lengths of all keys. Return None without shards, or if samples lack the cache."""
         self.load_indexes()
         if not self.shards or any(shard.columns.rows is not None for shard in self.shards):
             return None
@@ -183,7 +181,7 @@ class Store:
 
 
 def load_indexes(shards: Iterable[Shard]) -> None:
-    """Load the indexes of the remote shards among `shards`, several at a time. Other shards load their index on first use."""
+    """Load the indexes of remote shards together. Local shards load theirs on first use."""
     waiting = [shard for shard in shards if shard.is_remote and not shard.is_loaded]
     if len(waiting) > 1:
         from wds_tensorcache.storage.remote.fetch import run_all

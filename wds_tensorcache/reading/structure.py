@@ -1,4 +1,4 @@
-"""The structure of a batch: complete the structure of a sample, compare samples, and nest samples into a batch.
+"""Structures of samples: completed, compared, and nested into batches.
 
 Samples may lack tensors. The place of an *optional* tensor contains the tensor in some samples of a batch. In other samples, it
 contains None, or nothing if the place is in a dict. The same holds for a container of tensors. A batch has the structure of the
@@ -37,14 +37,14 @@ _END: Any = object()  # takes the place of a sequence's item that only one of tw
 
 
 def insert(sample: Any, name: str, donor: Any = None) -> Any:
-    """Return a sample with a placeholder tensor at the path `name`, where the sample has None or nothing.
+    """Return a sample with a placeholder tensor at the path `name`.
 
     Args:
         donor: A sample with this tensor. A name does not show whether the key of a dict is `7` or `"7"`; the donor does.
 
     Raises:
-        ValueError: Another value has this path, the path leads through a value that is not a container, or the path needs a
-            new container whose type `name` does not determine.
+        ValueError: A value that is neither None nor a tensor has this path, or the path leads through a value that is not a
+            container. Or the path needs a new container whose type `name` does not determine.
     """
     lazy = LazyTensor(Reference(name, "tensor", torch.uint8, (), 0, 0, None), MemorySource(b""))
     return _insert(sample, name.split("."), lazy, donor)
@@ -83,14 +83,14 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
 
 
 def steps_of(container: Any) -> dict[str, Any]:
-    """Return the keys or indices of a container, by their components in names; {} for any other value."""
+    """Return a container's keys or indices by their components in names. Any other value has none."""
     if isinstance(container, dict):
         return {component(key, at): key for at, key in enumerate(container)}
     return {str(at): at for at in range(len(container))} if isinstance(container, SEQUENCES) else {}
 
 
 def drop_none(sample: Any, whole: Any, name: str) -> None:
-    """Remove, in place, the None that a dict of the sample has where other samples have the tensor `name`.
+    """Remove, in place, the None of a dict at the path `name`.
 
     `whole` is the sample with all its tensors, because a name may contain the position of a key in its dict.
     """
@@ -106,7 +106,7 @@ def drop_none(sample: Any, whole: Any, name: str) -> None:
 
 
 def put(sample: Any, name: str, value: Any) -> None:
-    """Put a chosen tensor or value into nested dicts at the path `name`; raise BatchError if another value is in the way."""
+    """Put a chosen tensor or value into nested dicts at `name`. Raise BatchError if another value is in the way."""
     container = sample
     parts = name.split(".")
     for part, after in pairwise(parts):
@@ -124,15 +124,12 @@ def put(sample: Any, name: str, value: Any) -> None:
 
 
 def key_of(part: str) -> str:
-    """Return the dict key that tensor names contain as `part`, which may be escaped."""
+    """Return the dict key for a component of a tensor's name."""
     return part if "%" not in part else "" if part == "%" else unquote(part)
 
 
 def value_at(sample: Any, path: Path) -> Any:
-    """Return the value at `path`, the keys and indices that lead to it from the root of a nested sample.
-
-    Return None for a tensor, and for a path that the sample lacks.
-    """
+    """Return the value at a path of keys and indices. Return None for a tensor, and for a path that the sample lacks."""
     for step in path:
         if type(sample) in DICTS:
             sample = sample.get(step)
@@ -142,10 +139,10 @@ def value_at(sample: Any, path: Path) -> Any:
 
 
 def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
-    """Combine B lazy samples into one batch with their structure, but with `tensors` in place of the lazy tensors.
+    """Combine B lazy samples into one batch with their structure.
 
-    `tensors` contains the batched tensors by name. As in `TensorCache.nest`, lazy tensors without an entry in `tensors` are
-    left out, and every other value becomes a list of B values.
+    `tensors` contains the batched tensors by name, which replace the lazy tensors. As in `TensorCache.nest`, lazy tensors
+    without an entry in `tensors` are left out, and every other value becomes a list of B values.
 
     Raises:
         BatchError: The structures of two samples differ.
@@ -185,14 +182,11 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 
 
 def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[str, str, str] | None:
-    """Return the first difference between the structures of two samples; None if they are equal.
+    """Return the first difference between the structures of two samples, or None.
 
-    The difference consists of three texts: the place, and the contents of each sample at that place.
-
-    `first` may have tensors that `other` lacks. Tensors whose names `wanted` rejects count as equal.
-
-    If a container occurs several times in the first sample, a single container must occur in the same places of the other
-    sample. `map_leaves` visits such a container only once.
+    The texts are the place, and the contents of `first` and `other` there. `first` may have tensors that `other` lacks. Tensors
+    whose names `wanted` rejects count as equal. If a container occurs several times in `first`, a single container must occur
+    in the same places of `other`.
     """
     mismatch = _Difference(other, wanted).between(first, other, ())
     return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])
@@ -206,14 +200,14 @@ class _Difference:
         self._met: dict[int, tuple[Any, Path]] = {}
 
     def _kind(self, value: Any) -> Any:
-        """Return the name of a wanted tensor, "" for any other tensor, the type of a copied container, or else None."""
+        """Return the property in which two values at one place must agree."""
         if isinstance(value, Lazy):
             return value.name if self._wanted is None or self._wanted(value.name) else ""
         cls = type(value)
         return cls if cls in DICTS or (cls in SEQUENCES and self._holds(value)) else None
 
     def _is_lacking(self, first: Any, other: Any) -> bool:
-        """Return whether a sample that lacks the tensors in `first` may have `other` instead of `first`."""
+        """Return whether `other` may replace `first` where a sample lacks its tensors."""
         if (other is not None and other is not _NOTHING) or not self._holds(first):
             return False
         names = flatten(first).keys() & flatten(self._other).keys()
@@ -235,7 +229,7 @@ class _Difference:
             return path, self._describe(first), self._describe(other)
         if not isinstance(kind, type):
             return None
-        if id(first) in self._met:
+        if id(first) in self._met:  # `map_leaves` visits such a container only once
             met, place = self._met[id(first)]
             own = f"its own {kind.__name__}"
             return None if met is other else (path, f"the {kind.__name__} {_at(place)}", own)

@@ -1,4 +1,4 @@
-"""Copies of batches to a GPU, on a separate stream, and the hand-over to the stream that uses a batch."""
+"""Copies of batches to a GPU, on a separate stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PARTS = {
 
 
 class Transfer:
-    """The copies that make up one batch on a device, and an event after the last copy.
+    """The copies of one batch to a device.
 
     A thread that reads ahead makes the batch inside `with transfer.copying():`. The thread that uses the batch calls
     `hand_over` when it receives the batch. Until then, no stream waits for the copies. On any device other than a GPU, both do
@@ -47,7 +47,7 @@ class Transfer:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Make this thread's copies part of the transfer, and run its other GPU work on the transfer's stream."""
+        """Make this thread's copies part of the transfer. Its other GPU work runs on the same stream."""
         if not self._is_gpu:
             yield
             return
@@ -63,7 +63,7 @@ class Transfer:
             self._event = stream.record_event()
 
     def add(self, batch: Any) -> None:
-        """Add the tensors of a batch that a user's function made inside the `with` block of `copying`."""
+        """Add the tensors that a user's function made in the `copying` block."""
         if self._is_gpu:
             for tensor in tensors_in(batch):
                 if tensor.is_cuda:
@@ -81,9 +81,9 @@ class Transfer:
 
 
 def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy `host` to a GPU as part of the transfer whose `with` block contains the call, or to any other `device`.
+    """Copy `host` to `device`, as part of the transfer around the call.
 
-    Without a transfer to this device, the current stream of a GPU waits for the copy.
+    Without a transfer to this device, the current stream of a GPU waits for the copy. On the CPU, the result is `host` itself.
     """
     device = _with_index(torch.device(device))
     if device.type != "cuda" or not host.numel():
@@ -102,10 +102,7 @@ def move(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers and objects.
-
-    For a tensor without a storage, for example a sparse tensor, yield the tensors of which it consists.
-    """
+    """Yield the tensors in containers and objects. A tensor without a storage, such as a sparse one, yields its parts."""
     seen: dict[int, Any] = {}  # the objects are kept so that their ids are not reused
     todo = [value]
     while todo:
@@ -125,7 +122,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors of which a sparse, nested or wrapping tensor consists; [] for any other tensor."""
+    """Return the parts of a sparse, nested or wrapping tensor, else []."""
     if is_traceable_wrapper_subclass(tensor):  # for example nested tensors of the layout `torch.jagged`
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     names = "values" if tensor.is_nested else _PARTS.get(tensor.layout, "")
