@@ -164,6 +164,8 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         "queue": deque([3]),
         "one": (1,),
         "large": 1 << 200,
+        "floats": [-1.2345678901234567e-100] * 9,
+        "ids": list(range(1000, 1100)),
     }
     with tc.open(write(tmp_path, [{"x": torch.zeros(1), **values}])) as cache:
         found = cache.describe()
@@ -174,6 +176,8 @@ def test_values_that_no_repr_should_print(tmp_path: Path) -> None:
         assert lines["cyclic"] == "list of 2 int or list, for example [1, [1, [1, [1, […]]]]]"
         many = "list of 100000 int, for example [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, …]"
         assert lines["many"] == many
+        assert lines["floats"].count("-1.2345678901234567e-100") == 3
+        assert lines["ids"].endswith(", 1009, 1010, …]")
         assert lines["queue"] == "deque of 1 int, for example deque([3])"
         assert lines["one"] == "tuple of 1 int, for example (1,)"
         assert lines["large"] == "int, for example an int of 201 bits"

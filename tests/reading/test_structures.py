@@ -130,6 +130,8 @@ def test_select_changes_no_place(tmp_path_factory: pytest.TempPathFactory, names
         ]
         streamed = tc.nest([cache[i] for i in (2, 0, 1)], view.read_tensors([2, 0, 1]))
         assert streamed["cond"][0][1]["prompt"] == ["p2", "p0", "p1"]
+        with pytest.raises(ValueError, match="a batch has at least one sample"):
+            tc.nest([], {})
         assert streamed["cond"][1][1][1]["n"] == [2, 0, 1]
         for batch in batches:
             found = _places(batch)

@@ -23,6 +23,7 @@ _MAX_SHAPES = 20  # shapes of a tensor with their counts
 _MAX_VALUES = 1000  # small values of all samples together
 _NUM_ITEMS = 1000  # items of a list whose types are examined
 _MAX_LINES, _LINE_CHARS, _VALUE_CHARS = 100, 240, 60  # bounds of a repr
+_NUMBER_CHARS = 24  # the repr of any float: a number is never cut
 _SHOWN_SHAPES = 3
 _MAX_DEPTH = 4
 _MAX_BITS = 4096  # Python takes long to print a larger int, or refuses to
@@ -160,7 +161,9 @@ def value_text(value: Any, limit: int = 200, depth: int = _MAX_DEPTH) -> str:
             parts.append("…")
             break
         pair = item if is_dict else (item,)
-        parts.append(": ".join(value_text(part, limit - size, depth - 1) for part in islice(pair, 2)))
+        parts.append(
+            ": ".join(value_text(part, max(limit - size, _NUMBER_CHARS), depth - 1) for part in islice(pair, 2))
+        )
         size += len(parts[-1]) + 2
     return f"{begin}{', '.join(parts)}{',' * (type(value) is tuple and len(value) == 1)}{end}"
 

@@ -152,6 +152,8 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     """
     if isinstance(samples, Mapping):
         raise TypeError("expected a list of samples, got a single dict; pass [sample]")
+    if not samples:
+        raise ValueError("no samples: a batch has at least one sample")
     samples = [separate(sample)[0] for sample in samples]
     names = [names_of(sample) for sample in samples]
     base = max(range(len(samples)), key=lambda at: (sum(name in tensors for name in names[at]), len(names[at])))

@@ -244,7 +244,7 @@ class SharedDataset(Cache[Any]):
         Cost: if all samples are in shared memory, parses samples until each pattern has matched.
         """
         patterns = as_patterns(patterns)
-        if self._samples.find_present()[self._indices].all():
+        if len(self) and self._samples.find_present()[self._indices].all():
             numbers, names = iter(self._indices.tolist()), dict[str, None]()
             while (unknown := find_unknown(patterns, names)) is not None:
                 if (number := next(numbers, None)) is None:
