@@ -1,4 +1,4 @@
-"""Functions that add the tensors of a cache to a pipeline, as nodes. Call them in a function decorated with `@pipeline_def`."""
+"""Functions that add a cache's tensors to a pipeline as nodes. Call them in a function decorated with `@pipeline_def`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensorcache(
     layouts: Mapping[str, str] | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Add a cache to the pipeline that is being defined; return a node for each tensor, each member and the sample indices.
+    """Add a cache to the pipeline that is being defined.
 
     Args:
         cache: A `TensorCacheSource`, a cache, its shards, or a stream (a `wds.DataPipeline` that ends in `tc.decode()`, see
@@ -48,15 +48,15 @@ def tensorcache(
             treat `[4, 64, 64]` as an image with 4 rows.
 
     Returns:
-        Nodes in the order of the source's `outputs`. In the pipeline, bf16, fp8, complex and bool are integers of the same
-        width. Elements of other widths than 1, 2, 4 or 8 bytes are uint8, with their bytes as an additional last dimension.
-        `TensorCacheIterator` restores their dtypes. Operators may move these bits, but must not compute with them; use
-        `as_float=[…]` to compute with bfloat16. The iterator raises TypeError if an operator changed the integer dtype. It
-        cannot detect a computation that keeps this dtype, as `fn.resize` does.
+        A node for each tensor, each member and the sample indices, in the order of the source's `outputs`. In the pipeline,
+        bf16, fp8, complex and bool are integers of the same width. Elements of other widths than 1, 2, 4 or 8 bytes are uint8,
+        with their bytes as an additional last dimension. `TensorCacheIterator` restores their dtypes. Operators may move these
+        bits, but must not compute with them; use `as_float=[…]` to compute with bfloat16. The iterator raises TypeError if an
+        operator changed the integer dtype. It cannot detect a computation that keeps this dtype, as `fn.resize` does.
 
     Raises:
         ValueError: The pipeline already reads a cache, or its batch size differs from the source's batch size. Or `device` is
-            unknown, or `parallel` is True for a stream, which only one process can read.
+            unknown, a name occurs twice, or `parallel` is True for a stream, which only one process can read.
         TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
             bfloat16.
         KeyError: A name in `tensors`, `members`, `as_float` or `layouts` is unknown.
@@ -122,7 +122,7 @@ def native_reader(
     last_batch: str = "short",
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Add DALI's `fn.readers.webdataset` to the pipeline that is being defined; it reads shards without Python.
+    """Add DALI's `fn.readers.webdataset` to the pipeline that is being defined. It reads shards without Python.
 
     The tensors of a sample arrive as one array of bytes. `TensorCacheIterator` makes views of this array on the same device.
     Operators in the pipeline see only the bytes. To augment tensors, use `tensorcache`.
@@ -138,8 +138,8 @@ def native_reader(
         rank, world_size: Rank of this process, and number of ranks. Each rank reads one part of the samples, a different
             part in each epoch unless `stick_to_shard=True`. All ranks have the same number of batches.
         last_batch: As for `TensorCacheSource`, except `"wrap"`; padding repeats the last sample.
-        options: More options of `fn.readers.webdataset`: `initial_fill`, `shuffle_after_epoch` (instead of `shuffle`; it
-            shuffles the shards, and keeps the order of the samples in each), `prefetch_queue_depth`, `dont_use_mmap` …
+        options: More options of `fn.readers.webdataset`: `initial_fill`, `prefetch_queue_depth`, `dont_use_mmap` … Instead of
+            `shuffle`, `shuffle_after_epoch` shuffles the shards, and keeps the order of the samples in each.
 
     Returns:
         Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. If `device` is `"gpu"` and
@@ -148,9 +148,9 @@ def native_reader(
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
         TypeError: `paths` is a joined cache.
-        ValueError: `paths` is a view of some samples, or contains a url or a shard twice. Some samples lack a tensor or member,
-            or there are fewer samples than ranks. `index_paths` does not have one existing file for each shard. An option has
-            an unknown value, or the pipeline already reads a cache.
+        ValueError: `paths` is a view of some samples, or contains a url or a shard twice. Samples lack a tensor or member, a
+            name occurs twice, or there are fewer samples than ranks. `index_paths` does not have one existing file for each
+            shard. An option has an unknown value, or the pipeline already reads a cache.
         RuntimeError: No pipeline is being defined.
     """
     pipeline = _current_pipeline("native_reader", device)
@@ -162,11 +162,10 @@ def native_reader(
 
 
 class _Borrowed:
-    """A weak reference to a source, for DALI's operators to call. The pipeline keeps the source alive.
+    """A weak reference to a source, for DALI's operators to call."""
 
-    Hazard: DALI's operators and their outputs refer to each other. If they referred to the source, all batches that it keeps
-    would stay in memory until the garbage collector finds that cycle.
-    """
+    # Hazard: DALI's operators and their outputs refer to each other. If they referred to the source, all batches that it keeps
+    # would stay in memory until the garbage collector finds that cycle. The pipeline keeps the source alive.
 
     def __init__(self, source: Any) -> None:
         self._source = weakref.ref(source)
@@ -188,6 +187,7 @@ def _current_pipeline(name: str, device: str) -> Any:
 
 
 def _as_floats(node: Any) -> Any:
-    """Convert bfloat16 bits to float32: they are the upper half of the bits of the equal float32."""
+    """Convert bfloat16 bits to float32."""
+    # they are the upper half of the bits of the equal float32
     upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
     return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Iterator over the batches of DALI pipelines, in the nested structure that was written."""
+"""Iterator over the nested batches of DALI pipelines."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SIMILAR = 0.8  # by difflib's measure: one wrong letter in a name of five
 
 
 class TensorCacheIterator:
-    """Iterator over the batches of pipelines that use `dali_plugin.fn.tensorcache` or `native_reader`, one epoch per loop.
+    """Iterator over the batches of DALI pipelines, one epoch per loop.
 
-    A batch has the structure that `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. An output
-    has the tensor's true dtype, or the dtype to which an operator converted it. Values that are not tensors are decoded on
-    first use. If a pipeline has more outputs, for example decoded images, a batch is a pair of the structure and a dict of
-    these outputs by name. A tensor whose shape differs between samples is a list of B. With several pipelines, the iterator
-    returns lists with one batch of each pipeline.
+    The pipelines use `dali_plugin.fn.tensorcache` or `native_reader`, or read from `source`. A batch has the structure that
+    `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. An output has the tensor's true dtype, or
+    the dtype to which an operator converted it. Values that are not tensors are decoded on first use. If a pipeline has more
+    outputs, for example images, a batch is a pair of the structure and a dict of these outputs by name. A tensor whose shape
+    differs between samples is a list of B. With several pipelines, the iterator returns lists with one batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
     epoch.
@@ -34,13 +34,13 @@ class TensorCacheIterator:
     Args:
         pipelines: One pipeline or several, built or not, each with its own source and its own rank.
         source: Source of the only pipeline, if the pipeline does not use `dali_plugin.fn`.
-        copy: Copy outputs on a GPU into torch's memory. Use this if batches are freed while a CUDA graph is captured: to free
+        copy: Copy outputs on a GPU into torch's memory. Use this if batches are freed while a CUDA graph is captured. To free
             its own memory, DALI synchronizes the device, which aborts the process during a capture.
         outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the names of the
             source's outputs. A new name causes a warning if it is similar to the name of a missing tensor.
 
     Raises:
-        ValueError: `outputs` lacks `"number"` or repeats a name; there are no pipelines; or a pipeline occurs twice, has no
+        ValueError: `outputs` lacks `"number"` or repeats a name. There are no pipelines. A pipeline occurs twice, has no
             source, or differs from its source in batch size. With several pipelines, also if `source` is given, a pipeline
             reads a stream, or their numbers of batches differ.
         TypeError: An object in `pipelines` is not a pipeline.
@@ -74,7 +74,7 @@ class TensorCacheIterator:
         self._has_stopped = True  # False if a loaded state is over, but the pipelines have not raised StopIteration yet
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch; raise TypeError for a stream, whose length is unknown."""
+        """Return the number of batches in an epoch; raise TypeError for streams."""
         return len(self._source)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class TensorCacheIterator:
         return self
 
     def reset(self) -> None:
-        """Begin the next epoch if all batches of the current epoch were returned; otherwise do nothing."""
+        """Begin the next epoch if no batch of this epoch is left. Otherwise do nothing."""
         if self._iteration == self._source.num_batches:
             next(self, None)  # ends the epoch
         if not self._is_over:
@@ -201,7 +201,7 @@ class _Pipe:
         self._copied: Any = None
 
     def _warn_of_typos(self) -> None:
-        """Warn of new names of outputs that are similar to a missing output of the source."""
+        """Warn of output names that are similar to a missing output."""
         left_out = [name for name in self.source.outputs if name not in self._names]
         for name in self._names:
             near = [] if name in self.source.outputs else difflib.get_close_matches(name, left_out, 1, _SIMILAR)
@@ -210,22 +210,19 @@ class _Pipe:
                 warnings.warn(f"{problem}; is this a typo? If not, choose a less similar name", stacklevel=4)
 
     def schedule(self) -> None:
-        """Wait for copies of the last outputs, and let DALI begin the next batch."""
+        """Let DALI begin the next batch, after copies of the last outputs."""
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
         self.pipeline.schedule_run()
 
     def outputs(self) -> Any:
-        """Return the next outputs. With the dynamic executor, the caller's CUDA stream waits for them.
-
-        With any other executor, this call waits for the GPU.
-        """
+        # with the dynamic executor, the caller's CUDA stream waits for the outputs; otherwise this call waits for the GPU
         with self._on_device():
             return self.pipeline.outputs(self._stream() if self.pipeline.exec_dynamic else None)
 
     def nest(self, ran: Sequence[Any], iteration: int) -> tuple[Any, Any]:
-        """Return the nested batch of the outputs `ran`, and the mask of its padding."""
+        """Return the nested batch of outputs, and the mask of its padding."""
         if len(ran) != len(self._names):
             raise ValueError(
                 f"the pipeline has {len(ran)} outputs, but {len(self._names)} names: {', '.join(self._names)}; pass outputs="
@@ -245,7 +242,7 @@ class _Pipe:
         return (batch, extra) if extra else batch, self.source.is_padding(iteration, count)
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Return a context in which the pipeline's GPU is current. Hazard: DALI uses the default stream of the current GPU."""
+        # hazard: DALI uses the default stream of the current GPU
         return torch.cuda.device(self.pipeline.device_id) if self._has_gpu else nullcontext()
 
     def _stream(self) -> Any:

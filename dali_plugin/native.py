@@ -1,6 +1,6 @@
-"""Source that reads a cache with DALI's own reader of WebDataset shards, without Python.
+"""Source that reads a cache with DALI's own reader of shards.
 
-The reader returns the bytes of whole tensor members, and the origins of the members. Tensors are views of these bytes.
+The reader runs without Python. It returns the bytes of whole tensor members, and their origins. Tensors are views of the bytes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class NativeReader(BatchSource):
                 raise ValueError(f"{path!r}: DALI accepts only paths in UTF-8; rename the shard") from exc
 
     def _current_indexes(self) -> list[str]:
-        """Return the paths of DALI's indexes of the shards. Make missing and stale indexes in a temporary folder."""
+        """Return the paths of DALI's indexes, made anew if missing or stale."""
         folder = tempfile.mkdtemp(prefix="tensorcache-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         paths = []
@@ -118,7 +118,7 @@ class NativeReader(BatchSource):
         return [_PACKED, *([_HOST] if self._has_host else []), *self.members, NUMBER]
 
     def nodes(self, device: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Add the reader to the pipeline that is being defined, and return its nodes."""
+        """Add the reader to the current pipeline, and return its nodes."""
         skeletons, tensors = (member_suffix(self._shards[0].name, half) for half in (SKELETON, TENSORS))
         # samples without this cache may have a member with the suffix of its tensors
         both = [skeletons] if any(tensors in shard.index.members for shard in self._shards) else []
@@ -164,7 +164,8 @@ class NativeReader(BatchSource):
         return self.cache.nest(request, tensors), {name: value[:width] for name, value in extra.items()}
 
     def _check_files(self) -> None:
-        """Raise FormatError if DALI has opened other files than the cache, which it does while the pipeline is built."""
+        """Raise FormatError if DALI has opened other files than the cache."""
+        # DALI opens files while the pipeline is built
         if not self._is_checked:
             files = copy.copy(self.cache._store.files)  # opens each path again
             for shard in self._shards:
@@ -177,7 +178,7 @@ class NativeReader(BatchSource):
         return np.arange(width) >= num_samples - is_repeated
 
     def _number(self, origin: bytes) -> int:
-        """Return the index of the sample whose tensor member has the origin `PATH:FIRST_BYTE:NAME`, or raise FormatError."""
+        """Return the sample index for `PATH:FIRST_BYTE:NAME`, or raise FormatError."""
         for path, first_byte, name in _split_origin(origin):
             number = self._by_path.get(path)
             if number is not None:
@@ -192,7 +193,7 @@ class NativeReader(BatchSource):
         raise tc.FormatError(f"no tensors of the cache start at {where!r:.300}; DALI's index of the shard is stale")
 
     def _begins_of(self, number: int) -> tuple[list[int], list[int]]:
-        """Return the ascending offsets of a shard's tensor members, and the row of each member's sample."""
+        """Return the ascending offsets of tensor members, and their samples' rows."""
         sorted_begins = self._begins.get(number)
         if sorted_begins is None:
             begins = self._shards[number].columns.tensors_begin
@@ -201,13 +202,8 @@ class NativeReader(BatchSource):
         return sorted_begins
 
     def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
-        """Return the tensors of samples by name: `[B, …]` if their shapes are equal, otherwise a list of B tensors.
-
-        `members` contains the tensor members of the samples, uint8 `[B, n]`, on any device; shorter members are padded to n.
-        `host` contains the same bytes on the CPU, for arrays.
-
-        Memory: views of `members`. Unaligned or stacked tensors, bools on a GPU, and arrays are copies.
-        """
+        """Return tensors by name: `[B, …]`, or B tensors of different shapes."""
+        # `members`: tensor members, uint8 [B, n], padded to n, on any device; `host`: the same bytes on the CPU, for arrays
         request = self._narrow._request(request)
         layouts = layouts_of(request.rows)
         columns, which = columns_of(request, layouts), layouts.which.tolist()
@@ -234,10 +230,9 @@ class NativeReader(BatchSource):
 
 
 def _unique_path(shard: Any) -> str:
-    """Return a path of a shard that no other file had in this process, with more slashes if the shard has replaced others.
-
-    Hazard: as long as a pipeline has mapped a file, DALI maps this file for the same path again, even if it was replaced.
-    """
+    """Return a shard's path, in a form that no other file had."""
+    # Hazard: as long as a pipeline has mapped a file, DALI maps this file for the same path again, even if it was replaced.
+    # So a file that has replaced others gets a path with more slashes.
     files, (folder, name) = _files_at.setdefault(shard.path, []), os.path.split(shard.path)
     if shard.file.identity not in files:
         files.append(shard.file.identity)
@@ -245,9 +240,10 @@ def _unique_path(shard: Any) -> str:
 
 
 def _split_origin(origin: bytes) -> list[Sequence[bytes]]:
-    """Return every way to split `PATH:FIRST_BYTE:NAME` into its parts; path and name may contain colons."""
+    """Return every way to split `PATH:FIRST_BYTE:NAME` into its parts."""
     if origin.count(b":") == 2:
         return [origin.split(b":")]
+    # path and name may contain colons
     matches = re.finditer(rb"(?=:(\d+):)", origin)
     return [(origin[: match.start()], match[1], origin[match.end(1) + 1 :]) for match in matches]
 

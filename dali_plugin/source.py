@@ -71,7 +71,7 @@ class BatchSource:
         return f"{type(self).__name__}({self._shown}, outputs={self.outputs})"
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch; raise TypeError for a stream."""
+        """Return the number of batches in an epoch; raise TypeError for streams."""
         if self.num_batches is None:
             raise TypeError("the number of batches of a stream is not known in advance")
         return self.num_batches
@@ -98,7 +98,7 @@ class BatchSource:
         return source
 
     def use_float(self, names: Iterable[str]) -> None:
-        """Declare that these tensors leave the pipeline as float32; raise KeyError or TypeError unless all are bfloat16."""
+        """Declare that bfloat16 tensors leave the pipeline as float32. Raise KeyError or TypeError for any other name."""
         names = match_names(names, self.tensors, "tensor of this source")
         for name in names:
             if self.schema[name].true is not torch.bfloat16:
@@ -107,18 +107,18 @@ class BatchSource:
         self.as_float += tuple(names)
 
     def keep_at_least(self, count: int) -> None:
-        """Keep at least the last `count` batches, because DALI may not have read them yet."""
+        """Keep at least the last `count` batches."""
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
     def note_handed_over(self, stream: Any) -> None:
-        """Record that the pipeline has passed its next batch to the iterator, for the CUDA stream `stream` or None."""
+        """Record that the pipeline has returned its next batch. `stream` is None if DALI's copies are complete."""
 
     def is_padding(self, iteration: int, count: int) -> Array:
-        """Return the mask of padding among the `count` rows of a batch, bool `[count]`."""
+        """Return the mask of padding in a nested batch, bool `[B]`."""
         return np.zeros(count, np.bool_)
 
     def nest(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return a batch in the structure that was written, and a dict of all outputs that are not its tensors.
+        """Return the nested batch, and a dict of all other outputs.
 
         Args:
             outputs: Outputs of a pipeline, or of operators, for a batch of this source, by name, including `"number"`. Each
@@ -141,12 +141,11 @@ class BatchSource:
         return self._nest(numbers, tensors), extra
 
     def _nest(self, numbers: Array, tensors: dict[str, Any]) -> Any:
-        """Return a batch of samples in the structure that was written."""
         raise NotImplementedError
 
 
 def _counts_all(cache: Any) -> bool:
-    """Return whether the schema counts all samples, not only those in the memory of a `SharedDataset`."""
+    """Return whether the schema counts all samples, unlike a `SharedDataset`'s."""
     if isinstance(cache, tc.JoinedCache):
         return all(map(_counts_all, cache._caches))
     return isinstance(cache, tc.TensorCache)
@@ -181,8 +180,8 @@ class TensorCacheSource(BatchSource):
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
-        ValueError: An argument is out of range; the cache has no samples, or, with `"drop"`, fewer than a full batch; or an
-            alternative in `choose` is not a tensor.
+        ValueError: An argument is out of range, or a name occurs twice. The cache has no samples, or, with `"drop"`, fewer than
+            a full batch. Or an alternative in `choose` is not a tensor.
         TypeError: A tensor's dtypes differ between samples.
         BatchError: A name or pattern in `choose` matches no tensor, or a sample lacks one of the tensors or members. With
             `choose` or a `SharedDataset`, this error is raised when a batch is requested.
@@ -255,11 +254,12 @@ class TensorCacheSource(BatchSource):
         return source
 
     def read_on_request(self) -> None:
-        """Read no batches ahead, because each of DALI's worker processes reads only a fraction of the batches."""
+        """Read no batches ahead."""
+        # each of DALI's worker processes reads only a fraction of the batches
         self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:
-        """Return the sample indices of a batch, int64 `[B]`; raise IndexError if the epoch has no such batch."""
+        """Return the sample indices of a batch, int64 `[B]`. Raise IndexError if the epoch has no such batch."""
         indices: Array = self._step(epoch, iteration).indices
         return indices
 
@@ -292,11 +292,11 @@ class TensorCacheSource(BatchSource):
         return self._keep(*self._read_next(info.epoch_idx, info.iteration))
 
     def batch(self, epoch: int, iteration: int) -> tuple[Any, ...]:
-        """Return a batch, in the order of `outputs`, for DALI's dynamic mode; raise IndexError if the epoch lacks it."""
+        """Return a batch, in the order of `outputs`, for DALI's dynamic mode. Raise IndexError if the epoch lacks it."""
         return self._keep(*self._read(self._narrow, epoch, iteration, None))
 
     def _read_next(self, epoch: int, iteration: int) -> Any:
-        """Return a batch, and let threads read the next batches of the epoch. A request for another batch discards them."""
+        """Return a batch, and let threads read the next batches."""
         if self._pid != os.getpid():
             # Hazard: a forked child must not wait for locks that its parent's threads may hold.
             self._pool, self._jobs = ThreadPoolExecutor(self._num_threads, "tensorcache-dali"), {}
@@ -323,7 +323,7 @@ class TensorCacheSource(BatchSource):
         return numbers, request, batch, self._as_dali(batch, layouts)
 
     def _keep(self, numbers: Array, request: Any, batch: tuple[Any, ...], for_dali: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep a batch until DALI has read it; return it in the form for DALI."""
+        """Keep a batch until DALI has read it; return `for_dali`."""
         if self._is_pinned and len(self._kept) == self._kept.maxlen:
             # DALI may still be copying the oldest batch, whose pinned memory is reused once it is dropped here
             self._wait_for_copies(self._num_made - len(self._kept))
@@ -373,7 +373,7 @@ class TensorCacheSource(BatchSource):
         ]
 
     def _as_dali(self, batch: tuple[Any, ...], layouts: Mapping[str, str] | None) -> tuple[Any, ...]:
-        """Replace the arrays of a batch by DALI's own tensors: all arrays with `layouts`, otherwise arrays in pinned memory."""
+        """Replace arrays by DALI's tensors: all with `layouts`, otherwise pinned arrays."""
         for_dali = list(batch)
         for at, name in enumerate(self.outputs):
             is_pinned = self._is_pinned and at < len(self.tensors) and is_tensor(self.schema[name])

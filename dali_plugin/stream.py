@@ -20,10 +20,11 @@ _REMEDY = "drop such samples, for example with wds.select, or name only tensors=
 
 
 class TensorCacheStream(BatchSource):
-    """A source like `TensorCacheSource` over a stream: a `wds.DataPipeline` that ends in `tc.decode()`.
+    """A source like `TensorCacheSource` over a stream of samples.
 
-    This class neither shuffles samples nor splits them among ranks: the stream that you pass must do both. Each epoch iterates
-    over the stream again, from its start: an epoch cannot be resumed in the middle.
+    The stream is, for example, a `wds.DataPipeline` that ends in `tc.decode()`. This class neither shuffles samples nor splits
+    them among ranks: the stream that you pass must do both. Each epoch iterates over the stream again, from its start: an epoch
+    cannot be resumed in the middle.
 
     Args:
         stream: Any iterable of samples that can be iterated over several times.
@@ -114,7 +115,7 @@ class TensorCacheStream(BatchSource):
         return batch
 
     def _tensors_in(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors of a sample by name; raise BatchError if the sample does not match the first sample."""
+        """Return a sample's tensors by name; raise BatchError for a mismatch."""
         where, tensors = f"sample {sample.get('__key__')!r:.100} of the stream", tc.flatten(sample.get(self._field))
         lacking = [] if self._field in sample else [f"field {self._field!r}"]
         lacking += [f"tensor {name!r}" for name in self.tensors if name not in tensors]

@@ -1,4 +1,4 @@
-"""Convert tensors to the form that DALI accepts, and outputs of pipelines to tensors."""
+"""Conversions of tensors for DALI, and of its outputs to tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CUDA = 2  # DLPack's type of a GPU
 
 
 def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
-    """Return the form in which each tensor passes through DALI; raise TypeError if samples differ in a tensor's dtype."""
+    """Return the form in which each tensor passes through DALI. Raise TypeError if a tensor's dtype differs between samples."""
     for name, tensor in schema.items():
         if isinstance(tensor.dtype, tuple):
             dtypes = " and ".join(map(str, tensor.dtype))
@@ -28,14 +28,15 @@ def carriers_of(schema: Mapping[str, Any]) -> dict[str, Carrier]:
 
 
 def is_tensor(carrier: Carrier) -> bool:
-    """Return whether a carrier is for tensors of torch, not for arrays of numpy."""
+    """Return whether a carrier is for torch tensors, not numpy arrays."""
     return isinstance(carrier.true, torch.dtype)
 
 
 def restore(values: Mapping[str, Any], carriers: Mapping[str, Carrier]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dicts of a pipeline's outputs by name: the restored tensors with `carriers`, and all other outputs.
+    """Split a pipeline's outputs into restored tensors and all other outputs.
 
-    A bool tensor that an operator has changed to another dtype keeps that dtype.
+    A tensor is an output with a name in `carriers`. A bool tensor that an operator has changed to another dtype keeps that
+    dtype.
 
     Raises:
         TypeError: An operator computed with integers that hold the bits of another dtype.
@@ -67,11 +68,9 @@ def _restore(name: str, value: Any, carrier: Carrier) -> Any:
 
 
 def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
-    """Return an array, or a tuple of arrays, as DALI's own tensors. DALI feeds them to a pipeline as they are.
-
-    Hazard: DALI would convert arrays itself, in the thread that runs the pipeline. If a node has a layout, DALI converts even
-    its own tensors again. The new tensors are not marked as page-locked, so they are copied once more.
-    """
+    """Return an array, or a tuple of arrays, as DALI's own tensors."""
+    # Hazard: DALI would convert arrays itself, in the thread that runs the pipeline. If a node has a layout, DALI converts even
+    # its own tensors again. The new tensors are not marked as page-locked, so they are copied once more.
     from nvidia.dali.tensors import TensorCPU, TensorListCPU
 
     options = {"is_pinned": True} if is_pinned else {}  # without a GPU, DALI refuses this argument
@@ -81,7 +80,7 @@ def as_dali(value: Any, layout: str, is_pinned: bool) -> Any:
 
 
 def as_torch(output: Any, copy: bool) -> Any:
-    """Return an output as a tensor `[B, …]` or a list of B tensors, in DALI's memory or, with `copy`, in torch's."""
+    """Return an output as a tensor `[B, …]` or a list of B. It stays in DALI's memory unless `copy` is True."""
     if output.is_dense_tensor():
         return _part_as_torch(output.as_tensor(), copy)
     return [_part_as_torch(part, copy) for part in output]
@@ -108,7 +107,7 @@ def _part_as_torch(part: Any, copy: bool) -> torch.Tensor:
 
 
 def as_value(value: Any) -> Any:
-    """Return a value of numpy or DALI's dynamic mode as a tensor `[B, …]` or a list of B tensors; other values stay."""
+    """Convert values of numpy or DALI's dynamic mode to tensors `[B, …]`. Different shapes become a list of B tensors."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, (list, tuple)):
@@ -120,7 +119,7 @@ def as_value(value: Any) -> Any:
 
 
 def match_names(names: Iterable[str] | str, available: Iterable[str], kind: str) -> list[str]:
-    """Return `names` as a list, with patterns (`"text.*"`) replaced by their matches in `available`.
+    """Return `names`, with patterns (`"text.*"`) replaced by matches in `available`.
 
     Raises:
         KeyError: A name or pattern matches none of `available`; the message calls the names `kind`.

@@ -1,5 +1,6 @@
-"""Caches of nested tensors in ordinary WebDataset tar shards: loaded lazily, safe to open, readable by stock tools.
+"""Caches of nested tensors in ordinary WebDataset tar shards.
 
+They load lazily, are safe to open, and stock tools can read them.
 Types of results, such as `LoaderStats`, are public in the modules that define them; docs/reading.md lists the modules.
 Functions for Ray Data are in `wds_tensorcache.ray`.
 """

@@ -1,4 +1,4 @@
-"""Check arguments: integers, and the names of options in `**options`; find the stack level of a warning."""
+"""Checks of arguments, and the stack level of a warning."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _OWN = frozenset({__name__.partition(".")[0], "dali_plugin"})
 
 
 def as_int(name: str, value: Any) -> int:
-    """Return an argument as an int; `name` is the argument's name.
-
-    Raises:
-        TypeError: `operator.index` refuses `value`.
-    """
+    """Return the argument called `name` as an int. Raise TypeError if `operator.index` refuses it."""
     try:
         return operator.index(value)
     except TypeError:
@@ -34,7 +30,7 @@ def check_options(
         call: Class or function that the user called.
         passed: Names of the options in the call's `**options`.
         accepted: Names of the options that `call` accepts there.
-        remedies: Remedies for options that only other libraries have, by the option's name.
+        remedies: Remedies, by name, for options that only other libraries have.
     """
     accepted = list(accepted)
     for name in passed:
@@ -48,9 +44,9 @@ def check_options(
 
 
 def user_level() -> int:
-    """Return the `stacklevel` with which the caller's warning names the first frame outside this package and `dali_plugin`.
+    """Return the `stacklevel` at which a warning names the user's code.
 
-    In a thread that this package started, that frame belongs to the standard library.
+    That is the first frame outside this package and `dali_plugin`; in a thread of this package, it is in the standard library.
     """
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN:

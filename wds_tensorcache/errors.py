@@ -1,4 +1,4 @@
-"""The exception classes of this package, and functions that format names and counts in messages.
+"""The exception classes, and functions that format names and counts in messages.
 
 TensorCacheError
 ├── FormatError             (ValueError)             bytes that break a rule of FORMAT.md, or have changed
@@ -51,7 +51,7 @@ class TensorCacheError(Exception):
     """Base of the other exceptions in this module. Most wrong arguments raise builtin errors, for example TypeError."""
 
     def at(self: _Error, where: str) -> _Error:
-        """Return a copy of this error whose message begins with `where`, for example the shard and the key."""
+        """Return a copy whose message begins with `where`, such as a shard."""
         error = type(self)(f"{where}: {self}")
         error.__dict__.update(self.__dict__)
         return error
@@ -79,7 +79,9 @@ Kind = Literal[
 
 
 class FormatError(TensorCacheError, ValueError):
-    """Bytes that break a rule of FORMAT.md, do not match each other, or have changed since the shard was opened.
+    """Bytes that break a rule of FORMAT.md, or have changed.
+
+    Examples are a damaged sample, an index that does not match its shard, and a shard that changed after it was opened.
 
     Args:
         reason: Description of the fault.
@@ -101,7 +103,7 @@ class FormatError(TensorCacheError, ValueError):
         self.kind = kind or type(self).kind
 
     def at(self: _Format, where: str) -> _Format:
-        """Return a copy of this error with `where` at the beginning of its message, unless it is there already."""
+        """Return a copy whose message begins with `where`, never twice."""
         error = type(self)(self.reason)
         error.__dict__.update(self.__dict__)
         place, where = self.where, str(where)  # a concealed url equals no plain text
@@ -115,20 +117,20 @@ class FormatError(TensorCacheError, ValueError):
 
 
 class MissingShardError(FormatError, FileNotFoundError):
-    """A shard that does not exist, although a manifest lists it, a folder has a link to it, or it was opened before."""
+    """A missing shard. A manifest lists it, a folder has a link to it, or it was opened before."""
 
     kind: Kind = "missing"
     errno = errno.ENOENT
 
 
 class TarFormatError(FormatError, tarfile.ReadError):
-    """A tar that is truncated, damaged or unsupported; `except tarfile.ReadError` also catches this error."""
+    """A tar that is truncated, damaged or unsupported. `except tarfile.ReadError` also catches this error."""
 
 
 class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
-    """A skeleton (the pickle of a sample) outside the subset of FORMAT.md 2.4, for example with an unknown class.
+    """A skeleton (a sample's pickle) outside the subset of FORMAT.md 2.4.
 
-    The reader has not run the code outside the subset.
+    It needs an unknown class, for example. The reader has not run the code outside the subset.
 
     Attributes:
         needs: `MODULE.NAME` of a class or callable that is neither in the format nor in `allow=`; None for other faults.
@@ -139,15 +141,15 @@ class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
 
 
 class EncodeError(TensorCacheError, TypeError):
-    """A sample that cannot be encoded; the message names the path of the value, unless the whole sample exceeds a limit."""
+    """A sample that cannot be encoded. The message names the path of the value, unless the whole sample exceeds a limit."""
 
 
 class BatchError(TensorCacheError, ValueError):
-    """Samples or caches that cannot form one batch; the message says where they differ."""
+    """Samples or caches that cannot form one batch. The message says where they differ."""
 
 
 class BuildError(TensorCacheError, RuntimeError):
-    """Items that failed in `build(…, on_error="record")`; the samples of all other items are written.
+    """Items that failed in `build(…, on_error="record")`. All other items are written.
 
     Attributes:
         failures: Key and text of each failure, in the order of the items. The key is None if it depends on the item, and
@@ -159,9 +161,10 @@ class BuildError(TensorCacheError, RuntimeError):
 
 
 class RemoteError(TensorCacheError, OSError):
-    """A request to a server or an object store that failed, also after retries if the fault may be temporary.
+    """A request to a server or an object store that failed.
 
-    The message contains the url without credentials, and the range if one was requested.
+    A request with a temporary fault was repeated before. The message contains the url without credentials, and the range if
+    the request named one.
 
     Attributes:
         url: The object, without user name, password and query; None if unknown.
@@ -176,34 +179,28 @@ class RemoteError(TensorCacheError, OSError):
 
 
 class StaleCacheError(TensorCacheError, ValueError):
-    """A cache whose fingerprint (model, dtype, …) differs from the expected fingerprint; the message contains both."""
+    """A cache with an unexpected fingerprint (model, dtype, …). The message contains both fingerprints."""
 
 
 class InvalidKeyError(TensorCacheError, ValueError):
-    """A sample key or cache name that breaks a naming rule of FORMAT.md; the message names the rule."""
+    """A sample key or cache name that breaks a rule of FORMAT.md. The message names the rule."""
 
 
 def add_note(exc: BaseException, note: str) -> None:
-    """Add a note to an exception whose type must stay, for example an exception of the caller's code.
-
-    Has no effect before Python 3.11.
-    """
+    """Add a note to an exception whose type must stay. It has no effect before Python 3.11."""
     if hasattr(exc, "add_note"):
         exc.add_note(note)
 
 
 def plain(text: object) -> str:
-    """Replace characters that `str.isprintable` refuses by escapes such as `\\x1b`.
-
-    Examples are control characters, line breaks, surrogates, marks of direction, and white space other than the space. They
-    could reorder or overwrite the text of a terminal.
-    """
+    """Replace characters that `str.isprintable` refuses by escapes such as `\\x1b`."""
+    # hazard: control characters, line breaks and marks of direction could reorder or overwrite the text of a terminal
     text = str(text)
     return text if text.isprintable() else "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def format_count(count: int, noun: str) -> str:
-    """Return a count and its noun as text, such as `1 sample` or `1,200 samples`."""
+    """Return a count and its noun as text: `1 sample`, `1,200 samples`."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -212,11 +209,11 @@ _NUM_LISTED, _NUM_CHARS, _MIN_RATIO = 8, 80, 0.5
 
 
 def list_names(names: Collection[object], wanted: object = "", count: int | None = None) -> str:
-    """Return names as text for a message, for example `'latent', 'text' and 3 more`; `count` is the number of all names.
+    """Return names as text for a message: `'latent', 'text' and 3 more`.
 
-    Names similar to `wanted` come first: names with the same last part of a path, then the most similar names. Equally similar
-    names keep their order. Only the first 1,000 names are considered. At most 8 names are listed, each with at most 80
-    characters.
+    `count` is the number of all names. Names similar to `wanted` come first: names with the same last part of a path, then the
+    most similar names. Equally similar names keep their order. Only the first 1,000 names are considered. At most 8 names are
+    listed, each with at most 80 characters.
     """
     texts = {str(name)[:_NUM_CHARS]: name for name in islice(names, NUM_COMPARED)}
     matcher, scores = difflib.SequenceMatcher(b=str(wanted)[:_NUM_CHARS]), dict[str, float]()
@@ -236,5 +233,5 @@ def list_names(names: Collection[object], wanted: object = "", count: int | None
 
 
 def unknown_name(noun: str, wanted: object, names: Collection[object]) -> str:
-    """Return the message for an unknown name of a tensor, a member, …: `unknown tensor 'laten'; there are 'latent', 'text'`."""
+    """Return the message for an unknown name: `unknown tensor 'laten'; there are 'latent', 'text'`."""
     return f"unknown {noun} {wanted!r:.100}; there are {list_names(names, wanted)}"

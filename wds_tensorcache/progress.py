@@ -1,4 +1,4 @@
-"""Show the progress of a long call as a bar of `tqdm`, or pass it to a function."""
+"""Progress of long calls: a bar, or calls of a function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ProgressOption: TypeAlias = "bool | Callable[[int, int], object] | None"  # the 
 
 
 class Progress:
-    """The progress of a call.
+    """The progress of a long call.
 
     Args:
         show: Function `show(done, total)`, or True to show a bar and False to show nothing. None shows the bar if `tqdm` is
@@ -32,7 +32,7 @@ class Progress:
         self.is_shown = self._function is not None or self._bar is not None
 
     def show(self, done: int, initial: int = 0) -> None:
-        """Show the amount of finished work, `done`, unless it has not changed.
+        """Show the amount of finished work, `done`, if it has changed.
 
         `initial` is the part of `done` that was finished before the long call; it does not count for the rate.
         """

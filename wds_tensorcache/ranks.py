@@ -1,4 +1,4 @@
-"""Find the rank of this process among the data-parallel processes."""
+"""The rank of this process among the data-parallel processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def is_distributed() -> bool:
 
 
 def find_rank(rank: int | None, world_size: int | None, group: Any = None, *, is_final: bool = True) -> tuple[int, int]:
-    """Return `(rank, world_size)` from the arguments, else from torch.distributed, else from torchrun, else `(0, 1)`.
+    """Return `(rank, world_size)` of this process.
 
+    They come from the arguments, else from torch.distributed, else from torchrun's environment, else they are `(0, 1)`.
     `group` is a process group or a 1-D device mesh; pass it instead of `rank` and `world_size`. If `is_final` is False, the
     environment may contain only a world size; the rank is then 0.
 

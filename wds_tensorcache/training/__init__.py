@@ -1,1 +1,1 @@
-"""Loaders for training: the order of samples, batches read ahead, and the state for checkpoints."""
+"""Loaders for training: sample order, batches read ahead, and states for checkpoints."""

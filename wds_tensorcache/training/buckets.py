@@ -1,4 +1,4 @@
-"""Groups of samples: buckets for `bucket_by`, and blocks of one shard for `shuffle="blocks"`."""
+"""Groups of samples: buckets for `bucket_by`, blocks for `shuffle="blocks"`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ByLength:
     bounds: tuple[int, ...]
 
     def __call__(self, entry: Entry) -> float:
-        """Return the greatest length in the sample's bucket; infinity if the tensor is longer than the last bound.
+        """Return the greatest length in the sample's bucket. For a length above the last bound, return infinity.
 
         Raises:
             KeyError: The sample lacks the tensor.
@@ -46,11 +46,11 @@ class ByLength:
 
 
 def by_length(name: str, bounds: Sequence[int]) -> ByLength:
-    """Return a value for `bucket_by=` that makes buckets by the length of a tensor's first dimension.
+    """Return a value for `bucket_by=` that groups samples by a tensor's length.
 
-    `by_length("text", [64, 128, 256])` makes buckets of up to 64, of 65 to 128 and of 129 to 256 tokens, and a bucket of all
-    longer texts. `info.source` is the bucket's bound: 64, 128, 256, or `math.inf` for the longer texts. To leave out the
-    longer texts, filter the cache: `cache.filter(lambda entry: entry.shapes["text"][0] <= 256)`.
+    The length is the first dimension. `by_length("text", [64, 128, 256])` makes buckets of up to 64, of 65 to 128 and of 129 to
+    256 tokens, and a bucket of all longer texts. `info.source` is the bucket's bound: 64, 128, 256, or `math.inf` for the
+    longer texts. To leave out the longer texts, filter the cache: `cache.filter(lambda entry: entry.shapes["text"][0] <= 256)`.
 
     Args:
         name: Name of the tensor.
@@ -67,7 +67,7 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
 
 
 def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]:
-    """Return the sample indices of each bucket, by a shape of the tensor named `by`, or by a result of the function `by`."""
+    """Return the sample indices of each bucket. Its label is a shape of the tensor `by`, or a result of the function `by`."""
     if not (isinstance(by, str) or callable(by)):
         raise TypeError(
             f"bucket_by={by!r:.100}, expected the name of a tensor, tc.by_length(…), or a function of an entry"
@@ -92,7 +92,7 @@ def buckets_of(cache: Any, by: str | Callable[[Entry], Any]) -> dict[Any, Array]
 
 
 def block_sizes(cache: Any, members: Array | None = None) -> list[int]:
-    """Return the length of each run of `members` in one shard, by default of all samples; samples in memory are one run."""
+    """Return the length of each run of `members` in one shard. By default, they are all samples."""
     while isinstance(cache, JoinedCache):  # joined caches have the order of the first cache
         cache = cache._caches[0]
     if not isinstance(cache, TensorCache):  # in memory: every order takes the same time

@@ -1,4 +1,4 @@
-"""Batches for training, read ahead by threads; and the state that a checkpoint saves."""
+"""Batches for training, read ahead by threads, and states for checkpoints."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class BaseLoader(ABC):
         return vars(self) | {"_current": None, "_reads": None, "_scheduled": None}  # a copy has no iteration
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch, which is equal on all ranks."""
+        """Return the number of batches in an epoch, equal on all ranks."""
         return len(self._sampler)
 
     def __repr__(self) -> str:
@@ -79,12 +79,12 @@ class BaseLoader(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch, unless the iteration is abandoned: a new iteration may begin the next epoch."""
+        """The epoch of the next batch in this iteration. A new iteration may begin the next epoch."""
         return self._sampler.epoch
 
     @property
     def num_batches_left(self) -> int:
-        """Number of batches from the next batch to the end of `epoch`, equal on all ranks.
+        """Number of batches left in `epoch`, equal on all ranks.
 
         After the last batch of an epoch, it is the number of batches of the next epoch. After loading a state that was saved
         with another batch size, `len(loader) - num_batches_left` is the used part of the epoch in batches of this loader's
@@ -94,11 +94,11 @@ class BaseLoader(ABC):
         return self._sampler._plan.num_steps(self._sampler._position)
 
     def count_rows(self) -> RowCounts:
-        """Return the numbers of rows, padded rows, repeated rows and dropped samples of an epoch over all ranks."""
+        """Count the rows and dropped samples of an epoch over all ranks."""
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
-        """Return the waiting times of training and of ready batches, the time of each stage, and the bytes of the batches."""
+        """Return the times and bytes of the batches returned so far."""
         return replace(self._stats)
 
     def set_epoch(self, epoch: int) -> None:
@@ -110,13 +110,13 @@ class BaseLoader(ABC):
         self._sampler.set_epoch(epoch)
 
     def with_info(self) -> Iterable[tuple[Any, BatchInfo]]:
-        """Return an iterable of pairs `(batch, BatchInfo)`, for a loop in place of a loop over the loader itself."""
+        """Return an iterable of pairs `(batch, BatchInfo)`, to use like the loader."""
         return _WithInfo(self)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin an epoch; after `load_state_dict`, or with `on_early_exit="continue"`, continue after the last batch.
+        """Begin an epoch, or continue after the last batch returned.
 
-        An earlier iteration ends.
+        It continues after `load_state_dict`, or with `on_early_exit="continue"`. An earlier iteration ends.
         """
         return self._begin(with_info=False)
 
@@ -126,7 +126,7 @@ class BaseLoader(ABC):
         return self._iterate(iteration, os.getpid(), with_info=with_info)
 
     def _iterate(self, iteration: object, pid: int, *, with_info: bool) -> Generator[Any, None, None]:
-        """Yield the batches of a loop. Any thread may close the iteration, even while another thread waits here."""
+        """Yield the batches of a loop, which any thread may close."""
         # the epoch begins when the first batch is requested, because Lightning calls `set_epoch` after `iter`
         sampler, given_at, num_moves = self._sampler, None, -1
         reads: Generator[Read, None, None] | None = None
@@ -172,12 +172,13 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def _read_batches(self, with_info: bool) -> Generator[Read, None, None]:
-        """Yield the batches from the sampler's position to the end of the loop; update `_scheduled`."""
+        """Yield the batches from the sampler's position on; update `_scheduled`."""
 
     def set_weights(self, weights: Any) -> int:
-        """Change the weights of the samples, or of the mix (`{"a": 0.5, …}`), for all steps that are not scheduled yet.
+        """Change the weights for all steps that are not scheduled yet.
 
-        `{"a": […]}` changes the weights of the samples in a cache of the mix, if the loader was made with weights of samples.
+        `weights` contains the weights of the samples, or of the caches in a mix (`{"a": 0.5, …}`). `{"a": […]}` changes the
+        weights of the samples in a cache of the mix, if the loader was made with weights of samples.
 
         In an iteration, `prefetch_batches` steps of the same loop are scheduled after the last batch returned. By default, 32
         steps are scheduled if shards are at urls, however many batches are read ahead. Without threads, no step is scheduled.
@@ -194,9 +195,9 @@ class BaseLoader(ABC):
         return self._scheduled[-1][1].step if self._scheduled else self._sampler._position.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch returned, as a dict for JSON, equal on all ranks.
+        """Return the state after the last batch returned, equal on all ranks.
 
-        The state contains the loader's weights, if it has any.
+        It is a dict for JSON. It contains the loader's weights, if the loader has any.
 
         Raises:
             RuntimeError: Another data loader has begun to iterate over this loader's sampler, so only that data loader has
@@ -210,9 +211,10 @@ class BaseLoader(ABC):
         return self._sampler._plan.state(self._sampler._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last batch of a state, with this loader's batch size and number of ranks.
+        """Continue after the last batch of a state.
 
-        The loader takes over the state's weights; call `set_weights` afterwards to change them.
+        The loader keeps its batch size and number of ranks, and takes over the state's weights; call `set_weights` afterwards
+        to change them.
 
         Raises:
             ValueError: The state is damaged, or belongs to a loader with other samples or options, such as seed or mix.
@@ -243,10 +245,11 @@ class _WithInfo:
 
 
 class Loader(BaseLoader):
-    """The batches of a cache for training, as `read_batch` returns them, read ahead by threads.
+    """The batches of a cache for training, read ahead by threads.
 
-    Each loop `for batch in loader`, or `for batch, info in loader.with_info()`, is an epoch. `state_dict` returns the state
-    after the last batch returned; a loader with another batch size or number of ranks can load it.
+    Batches are as `read_batch` returns them. Each loop `for batch in loader`, or `for batch, info in loader.with_info()`, is
+    an epoch. `state_dict` returns the state after the last batch returned; a loader with another batch size or number of ranks
+    can load it.
 
     Args:
         cache, batch_size: As in `StepSampler`; by default, a batch has one sample.
@@ -261,9 +264,9 @@ class Loader(BaseLoader):
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4. While
             training waits for requests, it grows up to 32 batches or 1 GiB, as the server's latency and rate require. After
             eight batches in a row that needed no request, it is 2, and may grow again.
-        on_early_exit: Start of a loop after a loop that was left early: `"next_epoch"`, or `"continue"`, after the last batch
-            returned. With `"continue"`, each loop has `len(loader)` batches unless it is left, also across the end of an
-            epoch, and `set_epoch` has no effect after the first batch.
+        on_early_exit: Start of a loop after an abandoned loop: `"next_epoch"`, or `"continue"`, after the last batch returned.
+            With `"continue"`, each loop has `len(loader)` batches unless it is abandoned, also across the end of an epoch.
+            `set_epoch` then has no effect after the first batch.
         steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
 
     Raises:
@@ -418,7 +421,7 @@ class Loader(BaseLoader):
 
 
 def _end(pool: Threads, jobs: Iterable[Future[Any]]) -> None:
-    """End the threads of an iteration; wait briefly for threads that are reading a batch."""
+    """End the threads of an iteration; wait briefly for running reads."""
     running = [job for job in jobs if not job.cancel()]
     pool.shutdown(wait=False)
     if not _is_reader() and not wait(running, _LEFT_WAITS_S).not_done:
@@ -437,5 +440,5 @@ def _close_all() -> None:
 
 
 def _is_reader() -> bool:
-    """Return whether this thread reads batches, and so must not wait for itself."""
+    """Return whether this is a reading thread, which would wait for itself."""
     return current_thread().name.startswith(_THREAD_NAME)

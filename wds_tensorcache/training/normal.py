@@ -1,11 +1,12 @@
-"""Normal random numbers from seeds: bit for bit the same on every device, in any batch and at any position in it.
+"""Normal random numbers from seeds, bit for bit equal on every device.
 
-torch's own generators do not promise this. Each number comes from 32 bits of SplitMix64, a counter-based generator (Steele, Lea
-and Flood, 2014), and from a table of the inverse normal distribution. The table has linear pieces, 128 for each power of two of
-the tail probability (Cheung, Lee, Luk and Villasenor, "Hardware Generation of Arbitrary Random Number Distributions from
-Uniform Distributions via the Inversion Method", 2007). The arithmetic uses integers, and single operations on float32 that IEEE
-754 rounds exactly. A logarithm or cosine would differ in its last bits between devices. So would a product and a sum in one
-operation, as in `addcmul`, which some devices round once, and other devices twice.
+They are also equal in any batch and at any position in it. torch's own generators do not promise this. Each number comes from
+32 bits of SplitMix64, a counter-based generator (Steele, Lea and Flood, 2014), and from a table of the inverse normal
+distribution. The table has linear pieces, 128 for each power of two of the tail probability. The method is by Cheung, Lee, Luk
+and Villasenor ("Hardware Generation of Arbitrary Random Number Distributions from Uniform Distributions via the Inversion
+Method", 2007). The arithmetic uses integers, and single operations on float32 that IEEE 754 rounds exactly. A logarithm or
+cosine would differ in its last bits between devices. So would a product and a sum in one operation, as in `addcmul`, which some
+devices round once, and other devices twice.
 """
 
 from __future__ import annotations
@@ -29,14 +30,10 @@ _CHUNK = 1 << 16
 
 
 def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.Tensor:
-    """Return standard normal numbers, float32 `[B, *shape]`, on the device of `seeds`; row `i` depends only on `seeds[i]`.
+    """Return standard normal numbers, float32 `[B, *shape]`, on the device of `seeds`.
 
-    The largest magnitude is 6.23. The quantiles of the distribution are exact up to 1e-5.
-
-    Args:
-        seeds: Seeds, int64 `[B]`.
-        shape: Shape of each row.
-        purpose: Text that makes the numbers of different uses of a seed independent.
+    Row `i` depends only on `seeds[i]`, int64, and on the text `purpose`, which makes different uses of a seed independent. The
+    largest magnitude is 6.23. The quantiles of the distribution are exact up to 1e-5.
     """
     count = math.prod(shape)
     pairs = (count + 1) // 2
@@ -56,7 +53,7 @@ def normal(seeds: torch.Tensor, shape: tuple[int, ...], purpose: str) -> torch.T
 
 
 def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the normal number of each int32 to `out`; the integer selects the sign and the quantile."""
+    """Write the normal number of each int32 to `out`."""
     # sign, exponent and first bits of the float32 select a piece; the integer is odd, so it is not 0
     raw = (bits | 1).to(torch.float32).view(torch.int32)
     piece = ((raw >> _INSIDE_BITS) & 0xFFFF).view(-1)
@@ -67,11 +64,12 @@ def _write_quantiles(bits: torch.Tensor, table: torch.Tensor, out: torch.Tensor)
 
 @lru_cache(maxsize=16)
 def _table(device: torch.device, stream: Any) -> torch.Tensor:
-    """Return the number at the start of each piece, and its slope per unit of the lower bits, float32 `[2, 2^16]`."""
+    """Return the start and the slope of each piece, float32 `[2, 2^16]`."""
     # Hazard: no other stream waits for the copy to a GPU, so each stream has its own table.
     # float32 rounds the largest integers up to 2^31, for which the number is 0
     units = [*_edges(), 0, 0]
     edges = torch.tensor(units, dtype=torch.float64, device="cpu") / _UNIT
+    # slopes are per unit of the bits inside a piece
     pieces = torch.stack([edges[:-1], (edges[1:] - edges[:-1]) / (1 << _INSIDE_BITS)]).float()
     table = torch.zeros((2, 1 << 16), dtype=torch.float32, device="cpu")
     for sign, first in (1, 127 << _PIECE_BITS), (-1, 1 << 15 | 127 << _PIECE_BITS):
@@ -80,14 +78,12 @@ def _table(device: torch.device, stream: Any) -> torch.Tensor:
 
 
 def _edges() -> list[int]:
-    """Return the number at the start of each piece of positive numbers, as a multiple of `1 / _UNIT`.
-
-    The last bits of `inv_cdf` depend on the compiler of Python and on its C library. Rounding removes them: no number
-    is within 6e-12 of the point where it would be rounded differently.
-    """
+    """Return the starts of positive pieces, as multiples of `1 / _UNIT`."""
     inverse = NormalDist().inv_cdf
     per_octave = 1 << _PIECE_BITS
     tails = [2.0 ** (octave - 32) * (1 + at / per_octave) for octave in range(31) for at in range(per_octave)]
+    # The last bits of `inv_cdf` depend on the compiler of Python and on its C library. Rounding removes them: no number
+    # is within 6e-12 of the point where it would be rounded differently.
     return [round(-inverse(tail) * _UNIT) for tail in tails]
 
 
@@ -96,7 +92,7 @@ def _signed(value: int) -> int:
 
 
 def _finalize(values: torch.Tensor) -> torch.Tensor:
-    """Apply the finalizer of SplitMix64 to the bits of int64 values, as if they were uint64."""
+    """Apply the finalizer of SplitMix64 to int64 values, taken as uint64."""
     for shift, factor in (30, MIX[0]), (27, MIX[1]):
         values = (values >> shift).bitwise_and_((1 << 64 - shift) - 1).bitwise_xor_(values).mul_(_signed(factor))
     return (values >> 31).bitwise_and_((1 << 33) - 1).bitwise_xor_(values)

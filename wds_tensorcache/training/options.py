@@ -1,4 +1,4 @@
-"""Options of a loader: their checks, and the streams of samples that they describe."""
+"""Options of a loader, their checks, and the streams that they describe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StepOptions(TypedDict, total=False):
 
 
 def split_mix(mix: Any) -> tuple[list[Any], dict[str, Any] | None]:
-    """Return the caches of `mix=`, and their weights by name or None; raise ValueError if `mix` has another form."""
+    """Return the caches of `mix=`, and their weights by name or None. Raise ValueError if `mix` has another form."""
     values = list(mix.values()) if isinstance(mix, Mapping) else []
     if values and all(isinstance(value, Cache) for value in values):
         return values, None
@@ -66,7 +66,7 @@ def by_source(option: str, values: Any, mix: Mapping[str, Any] | None) -> dict[i
 
 
 def check_repeats(repeats: Any) -> int:
-    """Return the number of passes over a cache in an epoch; raise TypeError or ValueError if it is not an int in range."""
+    """Return `repeats` as an int. Raise TypeError or ValueError if it is not an int in range."""
     passes = as_int("repeats", repeats)
     if not 1 <= passes <= _MAX_REPEATS:
         raise ValueError(f"repeats={passes}, expected at least 1, and at most {_MAX_REPEATS:,}")
@@ -82,7 +82,7 @@ def make_streams(
     window: int,
     seed: int,
 ) -> list[Stream]:
-    """Return a stream for each cache, or for each of its buckets; `names` are the names in `mix`."""
+    """Return a stream for each cache or bucket. `names` are the names in `mix`."""
     streams: list[Stream] = []
     for source, cache in enumerate(caches):
         try:

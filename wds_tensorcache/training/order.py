@@ -1,4 +1,4 @@
-"""The order of the samples in an epoch: computed on demand, never stored."""
+"""The order of samples in an epoch, computed on demand."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TABLE_BITS = 12  # in a half; up to 2^24 samples, the round function is read fr
 
 
 class EpochOrder:
-    """The order of `count` samples in each epoch: a pure function of seed, epoch and position.
+    """The order of samples: a pure function of seed, epoch and position.
 
-    A shuffled epoch is a permutation that is never stored. It is a Feistel network over the next power of two, applied again to
-    results out of range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the finalizer
-    of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
+    A shuffled epoch is a permutation that is never stored. It is a Feistel network over the next power of two. Results out of
+    range pass through it again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the
+    finalizer of SplitMix64. Computing one position among 10^9 samples takes a fraction of a millisecond.
 
     Args:
         count: Number of samples.
@@ -69,9 +69,10 @@ class EpochOrder:
 
 
 class BlockOrder:
-    """The order of samples in blocks (shards) of `sizes`: blocks in random order, samples shuffled within windows.
+    """The order of samples in random blocks, shuffled within windows.
 
-    Successive samples come from few blocks, which suits remote shards. Like `EpochOrder`, the order is a pure function.
+    `sizes` contains the number of samples in each block, which is a shard. Successive samples come from few blocks, which suits
+    remote shards. Like `EpochOrder`, the order is a pure function.
     """
 
     def __init__(self, sizes: Sequence[int], *, window: int = 4096, seed: int = 0) -> None:
@@ -114,14 +115,14 @@ def _places(positions: Any, count: int) -> Array:
 
 @lru_cache(maxsize=32)
 def _round_tables(seed: int, epoch: int, bits: int) -> list[Array]:
-    """Return the results of the round function in each round, for every possible input."""
+    """Return the round function's results in each round, for all inputs."""
     low, high = np.arange(1 << bits // 2, dtype=np.uint64), np.arange(1 << bits - bits // 2, dtype=np.uint64)
     pairs = zip([low, high] * (_ROUNDS // 2), [high, low] * (_ROUNDS // 2), round_keys(seed, epoch), strict=True)
     return [_round(half, len(other).bit_length() - 1, key) for half, other, key in pairs]
 
 
 def _round(half: Array, bits: int, key: np.uint64) -> Array:
-    """Apply the round function to one half of the values; return int64 in `[0, 2^bits)`, to combine with the other half."""
+    """Apply the round function to one half; return int64 in `[0, 2^bits)`."""
     result: Array = (finalize(half ^ key) & np.uint64((1 << bits) - 1)).astype(np.int64)
     return result
 

@@ -1,4 +1,4 @@
-"""The samples of each training step: a pure function of the position, which is a few integers."""
+"""The samples of each training step, computed from a few integers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """The batch of one rank in one step, with everything that a worker process needs to read it.
+    """The batch of one rank in one step. A worker process needs nothing else to read it.
 
     Attributes:
         number: Number of preceding steps, in all epochs.
@@ -103,7 +103,7 @@ class Stream:
         self._window: tuple[int, int, Array] = -1, -1, np.empty(0, np.int64)  # pass, window, sample indices
 
     def indices(self, epoch: int, positions: Array) -> Array:
-        """Return the sample indices at positions of an epoch; positions after its end belong to the passes that follow."""
+        """Return the sample indices at positions of an epoch. Positions after its end belong to the passes that follow."""
         first, highest = epoch * self.repeats, positions.max()
         if highest < self.count:
             return self._indices_in(first, positions, highest)
@@ -132,7 +132,7 @@ class Stream:
 
 
 class Plan:
-    """The steps of all epochs: `step` gives the samples of each step and the position after it.
+    """The steps of all epochs, computed from positions.
 
     A stream is a cache, or one bucket of a cache. The next step's stream is drawn:
 
@@ -144,10 +144,8 @@ class Plan:
       weights, the bucket is drawn in proportion to the sum of its weights. Its samples are drawn in proportion to their
       weights.
 
-    With weights, an epoch has as many samples as all streams together, rounded to whole steps.
-
-    Args:
-        settings: Settings that a loader must share to load a state of this plan, for JSON.
+    With weights, an epoch has as many samples as all streams together, rounded to whole steps. Another plan can load a state
+    of this plan only if it has the same `settings`, a dict for JSON.
     """
 
     def __init__(
@@ -179,7 +177,7 @@ class Plan:
         self.set_rank(rank, world_size)
 
     def set_rank(self, rank: int, world_size: int) -> None:
-        """Change the rank of this process and the number of ranks; positions stay valid."""
+        """Change the rank and the number of ranks; positions stay valid."""
         self.rank, self.world_size = rank, world_size
         self.step_size = self.batch_size * world_size
         self._rows = rank + world_size * np.arange(self.batch_size)  # selects this rank's samples of a step
@@ -190,7 +188,7 @@ class Plan:
 
     @computed_once
     def dataset(self) -> str:
-        """The identity of the samples in a state: the number of samples, and a hash of their keys in order."""
+        """The number of samples, and a hash of their keys in order."""
         digest = xxhash.xxh3_128()
         for cache in self.caches:
             digest.update(b"%d," % len(cache))
@@ -208,16 +206,16 @@ class Plan:
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
     def end(self, epoch: int, following: Position) -> Position:
-        """Return the position after the last step of an epoch; `following` is the position that `settle` returns there."""
+        """Return the position after the last step of an epoch, before `following`."""
         counts = following.counts if self.weights.caches is not None else tuple(self._lengths)
         return replace(following, epoch=epoch, counts=counts, used=sum(self._lengths))
 
     def settle(self, at: Position) -> Position:
-        """Return `at` itself, or the start of the next epoch if the epoch of `at` is over."""
+        """Return `at`, or the next epoch's start if its epoch is over."""
         return self.next_epoch(at) if self.is_over(at) else at
 
     def num_steps(self, at: Position | None = None) -> int:
-        """Return the number of steps in an epoch, or from a position to the end of its epoch."""
+        """Return the number of steps from a position to its epoch's end. By default, count a whole epoch."""
         extra = 0 if self.last_batch == "drop" else self.step_size - 1
         return sum((count + extra) // self.step_size for count in self.remaining(self.start if at is None else at))
 
@@ -240,7 +238,7 @@ class Plan:
         return not any(self.remaining(at))
 
     def remaining(self, at: Position) -> list[int]:
-        """Return how many samples remain in each stream, 0 if they would be dropped; with weights, only their sum."""
+        """Return the number of samples left in each stream, 0 if dropped. With weights, return only their sum."""
         least = self.step_size if self.last_batch == "drop" else 1
         if self.weights.are_used:
             counts = [sum(self._lengths) - at.used]
@@ -249,7 +247,7 @@ class Plan:
         return [count if count >= least else 0 for count in counts]
 
     def step(self, at: Position) -> tuple[Step, Position]:
-        """Return the step at a position, and the position after it; the epoch must not be over."""
+        """Return the step at a position, and the position after it. The epoch must not be over."""
         is_mixed = self.weights.caches is not None
         number, count, rows = self._next_stream(at), self.step_size, self._rows
         stream, begin = self.streams[number], at.counts[number]
@@ -297,7 +295,7 @@ class Plan:
         return int(draw(cumulate(np.array(weights, np.float64)), self._draws_seed, epoch, np.array([position])).item())
 
     def state(self, at: Position) -> dict[str, Any]:
-        """Return the state of a loader at a position, with its current weights, for JSON."""
+        """Return the state at a position, with the current weights, for JSON."""
         return {
             "version": _VERSION,
             "position": asdict(at) | {"counts": list(at.counts)},
@@ -307,7 +305,7 @@ class Plan:
         }
 
     def load(self, state: Mapping[str, Any]) -> Position:
-        """Load a state's weights, and return its position; if the state does not fit, raise ValueError and change nothing."""
+        """Load a state's weights, and return its position. If the state does not fit, raise ValueError and change nothing."""
         version = state.get("version") if isinstance(state, Mapping) else None
         if version == 1:
             raise ValueError(

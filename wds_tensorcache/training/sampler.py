@@ -1,4 +1,4 @@
-"""The sampler of training steps: a plan with the current position, from which training resumes."""
+"""The sampler of training steps: a plan and its current position."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class StepSampler(DistributedSampler[Step]):
-    """The steps of training in order, as a sampler for torch's data loaders.
+    """The steps of training, as a sampler for torch's data loaders.
 
     The seed, the epoch and the number of samples that all ranks have used determine the samples of a step. `tc.Loader` and
     `tc.torch_loader` make their own sampler. Other data loaders combine a sampler with the dataset of its batches:
@@ -59,7 +59,7 @@ class StepSampler(DistributedSampler[Step]):
         weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
             has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding. With
             `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it. In a `mix` with weights,
-            a dict from names of caches to weights of their samples, `weights={"a": […]}`; samples of all other caches come
+            a dict from names of caches to weights of their samples, `weights={"a": […]}`. Samples of all other caches come
             in passes.
         mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, drawn in proportion to the
             weights. An exhausted cache starts again. An epoch has as many samples as all caches together, rounded as with
@@ -72,12 +72,13 @@ class StepSampler(DistributedSampler[Step]):
         window: Number of samples to shuffle together with `shuffle="blocks"`.
 
     Raises:
-        ValueError: Arguments are mutually exclusive or out of range; or a cache is empty or not a `Cache`.
+        ValueError: Arguments are mutually exclusive or out of range. A cache is empty or not a `Cache`. Or a function in
+            `bucket_by` returns NaN.
         TypeError: A number is not an integer, or `bucket_by` is neither a name nor a function.
         KeyError: `bucket_by` names no tensor, or a sample lacks the tensor.
 
-    Memory: at most 64 KiB for each cache or bucket; also 8 bytes per sample with `bucket_by`, about 16 with `weights`, and
-        about 40 with both.
+    Memory: at most 64 KiB for each cache or bucket. Also, for each sample, 8 bytes with `bucket_by`, about 16 with `weights`,
+        and about 40 with both.
     Threads/fork/pickle: one thread at a time may use a sampler, and only in the process that made it.
     """
 
@@ -167,12 +168,12 @@ class StepSampler(DistributedSampler[Step]):
         return vars(self) | {"_scheduled": None}
 
     def __len__(self) -> int:
-        """Return the number of steps in an epoch, which is equal on all ranks."""
+        """Return the number of steps in an epoch, equal on all ranks."""
         self._find_rank()
         return self._plan.num_steps()
 
     def _find_rank(self) -> None:
-        """Take over the rank from torch.distributed, if it was initialized after this sampler was made."""
+        """Take over the rank if torch.distributed was initialized after this sampler."""
         if not self._is_rank_open:
             return
         plan, is_final = self._plan, is_distributed()
@@ -192,11 +193,11 @@ class StepSampler(DistributedSampler[Step]):
             )
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator that begins an epoch when its first step is requested."""
+        """Return an iterator; its first step begins an epoch."""
         return _StepIterator(self)
 
     def __repr__(self) -> str:
-        """Return a summary: samples, steps, ranks, order, and the epoch and step of the next batch."""
+        """Return a summary of the options, and the next epoch and step."""
         return f"{type(self).__name__}({self._shown}, epoch={self.epoch}, step={self._position.step})"
 
     @property
@@ -219,11 +220,11 @@ class StepSampler(DistributedSampler[Step]):
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
-        """The epoch of the next step, unless the iteration is abandoned: a new iteration begins the next epoch."""
+        """The epoch of the next step in this iteration. A new iteration begins the next epoch."""
         return self._position.epoch
 
     def count_rows(self) -> RowCounts:
-        """Return the numbers of rows, padded rows, repeated rows and dropped samples of an epoch over all ranks."""
+        """Count the rows and dropped samples of an epoch over all ranks."""
         self._find_rank()
         return self._plan.count_rows()
 
@@ -236,11 +237,10 @@ class StepSampler(DistributedSampler[Step]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration begin the given epoch. If a state in that epoch was just loaded, the iteration resumes there.
 
-        If the state is in a later epoch, it is discarded, and `set_epoch` warns. With weights in `mix`, each cache continues
-        after its last used sample; if the loader has used no sample, and `epoch` is not 0, `set_epoch` warns. If the sampler is
-        at the beginning of that epoch, nothing changes. Without weights, it warns once if samples of an earlier epoch are left
-        out. In a loader with `on_early_exit="continue"`, it has no effect after the first batch, because trainers call it for
-        each loop.
+        If the state is in a later epoch, it is discarded, and `set_epoch` warns. If the sampler is at the beginning of that
+        epoch, nothing changes. With weights in `mix`, each cache continues after its last used sample. `set_epoch` then warns
+        if the loader has used no sample, and `epoch` is not 0. Without weights, it warns once if samples of an earlier epoch
+        are left out. In a loader with `on_early_exit="continue"`, it has no effect after the first batch.
 
         Raises:
             TypeError, ValueError: `epoch` is not an integer, or is out of range.
@@ -250,6 +250,7 @@ class StepSampler(DistributedSampler[Step]):
         if not 0 <= epoch < MAX_EPOCHS:
             raise ValueError(f"epoch={epoch} out of range [0, {MAX_EPOCHS:,})")
         before, loop = self._position, _lightning_loop()
+        # trainers call this for each loop
         if self._continues and before.step:
             return
         is_training = hasattr(loop, "epoch_loop")
@@ -289,7 +290,7 @@ class StepSampler(DistributedSampler[Step]):
             )
 
     def _check_counters(self, loop: Any) -> None:
-        """Raise RuntimeError if Lightning resumes in the middle of an epoch, but this sampler has another or no state."""
+        """Raise RuntimeError if Lightning resumes at another batch than this sampler."""
         batches, epoch = loop.epoch_loop.batch_progress, self._position.epoch
         if getattr(loop, "_loaded_from_state_dict", False) and self._continues and batches.total.ready:
             raise RuntimeError(
@@ -317,25 +318,25 @@ class StepSampler(DistributedSampler[Step]):
         return self._plan.next_epoch(self._position) if is_abandoned else self._position
 
     def _end_of_loop(self, begin: Position) -> int:
-        """Return the number of the step before which a loader's loop from `begin` ends."""
+        """Return the number of the first step after a loop from `begin`."""
         # loops that continue have equal lengths: Lightning neither validates nor steps schedules after a shorter loop
         return begin.step + self._plan.num_steps(None if self._continues else begin)
 
     def _step(self, epoch: int, number: int) -> Step:
-        """Return a step of an epoch. Only for samplers without mix and buckets."""
+        """Return a step of an epoch, for samplers without mix and buckets."""
         self._find_rank()
         used = number * self._plan.step_size
         return self._plan.step(Position(epoch, (used,), used))[0]
 
     def _reader(self, choose: Any = None) -> StepReader:
-        """Return a reader of this sampler's steps, with the alternatives `choose`; see `Alternatives.check` for errors."""
+        """Return a reader of the steps; see `Alternatives.check` for errors."""
         plan = self._plan
         names = [stream.name for stream in plan.streams]
         return StepReader(plan.caches, names, plan.seed, Alternatives.for_caches(choose, plan.caches))
 
 
 def warn_of_earlier_epoch(epoch: int, loaded: int) -> None:
-    """Warn if `set_epoch(epoch)` discards a loaded state, which resumes in the later epoch `loaded`."""
+    """Warn if `set_epoch(epoch)` discards the state of a later epoch, `loaded`."""
     if epoch < loaded:
         warnings.warn(
             f"set_epoch({epoch}) discards the loaded state, which resumes in epoch {loaded}, so epoch {epoch} begins again. To "
@@ -346,7 +347,7 @@ def warn_of_earlier_epoch(epoch: int, loaded: int) -> None:
 
 
 def show_step_options(function: _Function) -> _Function:
-    """Show the options of `StepSampler` in the signature of a function that takes them as `**steps`."""
+    """Show the options of `StepSampler` in a signature in place of `**steps`."""
     signature = inspect.signature(function)
     parameters = [value for value in signature.parameters.values() if value.kind != value.VAR_KEYWORD]
     options = [
@@ -365,7 +366,7 @@ def _lightning_loop() -> Any:
 
 
 def _num_resumed(loop: Any) -> int:
-    """Return the number of batches after which a loop of Lightning resumes in the middle of an epoch, or 0."""
+    """Return after how many batches of an epoch Lightning resumes, or 0."""
     batches = loop.epoch_loop.batch_progress
     number: int = batches.current.processed  # one less than `ready` if the checkpoint was saved within a step
     # a checkpoint saved in a hook of an epoch's last batch resumes in this epoch, if a new batch size gives it more batches
@@ -375,10 +376,7 @@ def _num_resumed(loop: Any) -> int:
 
 
 class _StepIterator(Iterator[Step | None]):
-    """Iterator over the remaining steps of an epoch; torchdata's `StatefulDataLoader` calls its state methods.
-
-    A data loader may create several iterators and use only one of them. So an epoch begins when the first step is requested.
-    """
+    """Iterator over the remaining steps of an epoch, with torchdata's state methods."""
 
     def __init__(self, sampler: StepSampler) -> None:
         self._sampler = sampler
@@ -393,6 +391,7 @@ class _StepIterator(Iterator[Step | None]):
 
     def __next__(self) -> Step | None:
         sampler, plan = self._sampler, self._sampler._plan
+        # a data loader may create several iterators and use only one, so the first step begins the epoch
         if self._at is None:
             self._at, self._scheduled = sampler._beginning(), sampler._scheduled
             self._end = sampler._end_of_loop(self._at)
@@ -415,14 +414,15 @@ class _StepIterator(Iterator[Step | None]):
         return step
 
     def _leave(self) -> None:
-        """Make the sampler's next iteration begin the next epoch, except in a TorchLoader, which moves the sampler itself."""
+        """Make the sampler's next iteration begin the next epoch."""
+        # a TorchLoader moves the sampler itself
         if self._scheduled is None and self._at is not None:
             self._sampler._move(self._sampler._plan.next_epoch(self._at), is_elsewhere=True)
             self._sampler._requested_epoch = None
         self._num_moves = self._sampler._num_moves
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last step, like `tc.Loader.state_dict`; after an epoch, return the state at its end.
+        """Return the state after the last step, like `tc.Loader.state_dict`. After an epoch, return the state at its end.
 
         Raises:
             ValueError: torchdata has `snapshot_every_n_steps` above 1.
@@ -436,7 +436,7 @@ class _StepIterator(Iterator[Step | None]):
         return self._sampler._plan.state(self._sampler._beginning() if self._at is None else self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a state, or in the epoch that `set_epoch` requested; see `Plan.load` for errors."""
+        """Continue after a state's last step, or in the requested epoch. See `Plan.load` for errors."""
         sampler, plan = self._sampler, self._sampler._plan
         self._at = position = plan.load(state)
         requested = sampler._requested_epoch

@@ -1,4 +1,4 @@
-"""Statistics of a loader: waiting times of training and of ready batches, and the time of each stage."""
+"""Statistics of a loader: waiting times, and the time of each stage."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from typing import NamedTuple
 
 
 class Timing(NamedTuple):
-    """The times in seconds of the stages of one batch, its bytes and requests, and the time at which it was ready."""
+    """Times, bytes and requests of one batch."""
 
     read_s: float
     transform_s: float
     transfer_s: float
     nbytes: int
     num_requests: int
-    done_at: float
+    done_at: float  # when the batch was ready, by `perf_counter`
 
 
 @dataclass(slots=True)
 class LoaderStats:
-    """Times and bytes of the batches that a loader has returned so far.
+    """Times and bytes of the batches that a loader has returned.
 
-    `later - earlier` returns the times and bytes in between.
-
-    With `tc.torch_loader`, all but `num_batches`, `total_s` and `training_waited_s` are 0, because worker processes do not
-    report them.
+    `later - earlier` returns the times and bytes in between. With `tc.torch_loader`, all but `num_batches`, `total_s` and
+    `training_waited_s` are 0, because worker processes do not report them.
 
     Attributes:
         num_batches: Number of batches.
@@ -49,7 +47,7 @@ class LoaderStats:
 
     @property
     def nbytes_per_s(self) -> float:
-        """Bytes of tensors per second of `total_s`, as training received them; 0 before the first batch."""
+        """Bytes of tensors per second of `total_s`; 0 before the first batch."""
         return self.nbytes / self.total_s if self.total_s else 0.0
 
     def __sub__(self, earlier: LoaderStats) -> LoaderStats:
@@ -64,7 +62,7 @@ class LoaderStats:
         return f"{text}; training waited {self.training_waited_s:.1f} s for data{waited}"
 
     def _count(self, asked_at: float, given_before: float | None, timing: Timing | None) -> float:
-        """Count a batch that training requested at `asked_at`, after it got the last at `given_before`; return the time now."""
+        """Count a batch; return the time now, for the next `given_before`."""
         now = perf_counter()
         begin = asked_at if given_before is None else given_before
         self.num_batches += 1

@@ -1,4 +1,4 @@
-"""Read the batch of a step, make its record, and apply the caller's transforms."""
+"""The batch of a step, its record, and the caller's transforms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Transform: TypeAlias = "Callable[[Any, BatchInfo], Any]"
 
 
 class StepReader:
-    """A reader of the batches of steps, in any process; `names` are the names of the streams. Immutable."""
+    """An immutable reader of the batches of steps, in any process. `names` are the names of the streams."""
 
     def __init__(self, caches: Sequence[Any], names: Sequence[Any], seed: int, alternatives: Alternatives) -> None:
         self._caches, self._names, self.alternatives = list(caches), list(names), alternatives
@@ -43,15 +43,16 @@ class StepReader:
         return merged
 
     def read(self, step: Step, options: dict[str, Any]) -> Any:
-        """Return the batch of a step; a StopIteration of the caller's code would end the epoch, and becomes a RuntimeError."""
+        """Return the batch of a step. Raise RuntimeError if the caller's code raises StopIteration."""
         cache = self._caches[step.source]
         try:
             return cache._read_chosen(step.indices, self._randomness(step), **options)
         except StopIteration as exc:
+            # hazard: it would end the epoch without an error
             raise _stopped(step) from exc
 
     def request(self, step: Step) -> Any:
-        """Return the request for the samples of a step; see `read` for errors."""
+        """Return the request for a step's samples; see `read` for errors."""
         cache = self._caches[step.source]
         try:
             return cache._request_chosen(step.indices, self._randomness(step))
@@ -59,7 +60,7 @@ class StepReader:
             raise _stopped(step) from exc
 
     def request_structure(self, indices: Any) -> Any:
-        """Return a request for samples of the only cache, to get the structure of their batch."""
+        """Return a request for samples of the only cache, for their structure."""
         return self._caches[0]._request_chosen(indices, Randomness(alternatives=self.alternatives, choices={}))
 
     def info(
@@ -82,7 +83,7 @@ def _stopped(step: Step) -> RuntimeError:
 
 
 def as_transforms(transform: Any) -> tuple[Transform, ...]:
-    """Return the functions in the argument `transform=`, in order; raise TypeError if one is not a function."""
+    """Return the functions in `transform=`, in order; raise TypeError for anything else."""
     if transform is None:
         return ()
     transforms = (transform,) if callable(transform) or not isinstance(transform, Sequence) else tuple(transform)

@@ -1,4 +1,4 @@
-"""`drop_text` and `sample_moments`: transforms that draw random numbers from the seeds of the samples, and resume exactly."""
+"""`drop_text` and `sample_moments`: random transforms that resume exactly."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _LOGVAR_LIMITS = -30.0, 20.0  # as in the `DiagonalGaussianDistribution` of diff
 
 
 def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) -> DropText:
-    """Return a transform for a loader that replaces each row's texts with probability `p`, for classifier-free guidance.
+    """Return a transform that drops texts at random, for classifier-free guidance.
 
-    Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022. The choice of rows depends only on `info.seeds`, so
-    it is the same after a resume with another batch size or number of ranks. Afterwards, `info.mask` and `info.shapes`
-    describe the texts that the batch holds.
+    It replaces each row's texts with probability `p` (Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022). The choice
+    of rows depends only on `info.seeds`, so it is the same after a resume with another batch size or number of ranks.
+    Afterwards, `info.mask` and `info.shapes` describe the texts that the batch holds.
 
     Args:
         p: Probability, in [0, 1].
@@ -74,7 +74,7 @@ class DropText:
         return DropText, (self.p, self.value, self.mark)
 
     def __call__(self, batch: Any, info: BatchInfo) -> Any:
-        """Replace the texts of some rows of a batch, and return the batch."""
+        """Replace the texts of random rows, and return the batch."""
         is_dropped = self._is_dropped(info)
         rows: list[int] = is_dropped.nonzero()[0].tolist()
         for name in self.value:
@@ -102,7 +102,7 @@ class DropText:
         return fractions_of(info.seeds, purpose_of("drop_text", self.value)) < self.p
 
     def edit_shapes(self, shapes: dict[str, torch.Tensor], lengths: dict[str, int], info: BatchInfo) -> None:
-        """Change the shapes and the padded lengths of a batch, by name, as this transform has changed the batch."""
+        """Change `shapes` and padded `lengths` as this transform has changed the batch."""
         rows = torch.from_numpy(self._is_dropped(info).nonzero()[0])
         for name, value in self.value.items():
             shape = tuple(getattr(value, "shape", ()))
@@ -151,7 +151,7 @@ class DropText:
         return value.clone() if value.ndim else torch.empty_like(row).fill_(value)
 
     def _moved_to(self, name: str, row: torch.Tensor) -> torch.Tensor:
-        """Return the replacement with the dtype of a row, on its device; a number stays on the host."""
+        """Return the replacement in a row's dtype; tensors move to its device."""
         value = self.value[name]
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, (int, float, complex, np.generic)):
@@ -166,10 +166,11 @@ class DropText:
 
 
 def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, logvar: bool = False) -> SampleMoments:
-    """Return a transform for a loader that draws a latent from a normal distribution: `mean + std * noise`.
+    """Return a transform that draws latents from normal distributions: `mean + std * noise`.
 
     The noise of a row depends only on `info.seeds`. So each epoch has new latents, and they are the same after a resume with
-    another batch size or number of ranks. The noise has the same bits on every CPU and every CUDA device.
+    another batch size or number of ranks. The noise has the same bits on every CPU and every CUDA device. A row that is None,
+    because its sample lacks the moments, stays None.
 
     Args:
         mean: Name of the tensor with the means. Without `std`, it also contains the standard deviations, concatenated to the
@@ -178,8 +179,6 @@ def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, 
         to: Name of the latent in the batch; by default, `mean`. The latent takes the place of the moments.
         logvar: True if the standard deviations are stored as logarithms of variances. As in diffusers, they are limited to
             [-30, 20]. Their exponentials may differ between devices in the last bits.
-
-    A row that is None, because its sample lacks the moments, stays None.
 
     Raises:
         TypeError: `logvar` is not a bool.
@@ -209,7 +208,7 @@ class SampleMoments:
     logvar: bool
 
     def __call__(self, batch: Any, info: BatchInfo) -> Any:
-        """Put a latent in place of the moments of a batch, and return the batch."""
+        """Replace the moments of a batch by latents, and return the batch."""
         target, key = _locate(batch, self.mean)
         means, stds = target[key], None
         if self.std is not None:
@@ -232,7 +231,7 @@ class SampleMoments:
         return batch
 
     def edit_shapes(self, shapes: dict[str, torch.Tensor], lengths: dict[str, int], info: BatchInfo) -> None:
-        """Change the shapes and the padded lengths of a batch; see `DropText.edit_shapes`."""
+        """Change `shapes` and padded `lengths`; see `DropText.edit_shapes`."""
         latents = shapes.pop(self.mean, None)
         if self.std is not None:
             shapes.pop(self.std, None)
@@ -271,10 +270,7 @@ class SampleMoments:
 
 
 def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
-    """Return the container of a value, and its key there, by its name: `cond.text` is `batch["cond"]["text"]`.
-
-    With `is_new`, the batch must have a dict for the value, but not the value itself.
-    """
+    """Return the container and the key of a value: `cond.text` is `batch["cond"]["text"]`."""
     container, parts = batch, name.split(".")
     for number, part in enumerate(parts, 1):
         is_dict = isinstance(container, dict)
@@ -295,7 +291,7 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
 
 
 def _remove(container: Any, key: Any) -> None:
-    """Remove a value from its dict, or replace it by None in its list."""
+    """Remove a value from its dict, or put None in its list."""
     if isinstance(container, dict):
         del container[key]
     else:

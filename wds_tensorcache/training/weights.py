@@ -1,4 +1,4 @@
-"""The current weights of samples and of mixed caches, and samples drawn in proportion to them."""
+"""Weights of samples and of mixed caches, and draws by weight."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Weights:
         return self.caches is not None or bool(self.samples)
 
     def draw(self, number: int, epoch: int, positions: Array) -> Array:
-        """Return the indices of the samples drawn from a stream at positions of an epoch."""
+        """Draw sample indices from stream `number` at positions of an epoch."""
         stream = self._streams[number]
         drawn = draw(self.samples[stream.source].sums[number], self._seeds[number], epoch, positions)
         return drawn if stream.members is None else np.take(stream.members, drawn)
 
     @property
     def mix(self) -> dict[str, float]:
-        """The weights of the caches by name; empty if the caches have no weights."""
+        """The weights of the caches by name; empty without such weights."""
         return {} if self.caches is None else dict(zip(self._names, self.caches.tolist(), strict=True))
 
     def change(self, weights: Any) -> None:
@@ -98,7 +98,7 @@ class Weights:
         }
 
     def load(self, state: Any) -> None:
-        """Replace the weights by the weights in a state; if they do not match, raise ValueError and change nothing."""
+        """Load the weights of a state. If they do not match, raise ValueError and change nothing."""
         if (state is None) is self.are_used:
             raise ValueError(f"the state has {'no weights' if state is None else 'weights'}, unlike this loader")
         if state is None:
@@ -119,13 +119,13 @@ class Weights:
 
 
 def cumulate(weights: Array) -> Array:
-    """Return the cumulative sums of weights, relative to the largest weight, for `draw`."""
+    """Return cumulative sums of weights, relative to the largest, for `draw`."""
     sums: Array = np.cumsum(weights / (weights.max() or 1))  # dividing by the maximum prevents an infinite sum
     return sums
 
 
 def draw(sums: Array, seed: int, epoch: int, positions: Array) -> Array:
-    """Return indices drawn with replacement at positions of an epoch; `sums` are the cumulative sums of the weights."""
+    """Draw indices with replacement at positions of an epoch. `sums` is a result of `cumulate`."""
     drawn = np.searchsorted(sums, as_fractions(random_bits(seed, epoch, positions)) * sums[-1], "right")
     # a product that is rounded up to the last sum would draw no sample, or a sample with the weight 0
     kept: Array = np.minimum(drawn, np.searchsorted(sums, sums[-1]))
@@ -137,7 +137,7 @@ def _select(values: Array, stream: Any) -> Array:
 
 
 def _as_weights(weights: Any, count: int) -> Array:
-    """Return a copy of weights as float64 `[count]`; raise ValueError if they are no valid weights."""
+    """Return a copy of weights as float64 `[count]`; raise ValueError if invalid."""
     expected = f"expected {count} numbers, all finite, none negative, not all 0"
     try:
         # torch refuses some strides and dtypes of numpy, and reads a Series of pandas by its labels

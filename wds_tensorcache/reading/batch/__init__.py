@@ -1,1 +1,1 @@
-"""Read a batch: find its tensors, place them in memory, plan and run the reads, and build the result."""
+"""The steps of `read_batch`: find tensors, place them, read them, nest them."""

@@ -1,4 +1,4 @@
-"""Read many samples at once: each tensor into one array, and all arrays of a batch into one block of memory."""
+"""Batches: many samples read at once, into one block of memory."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _read_tensors(
 def _read_rows(
     store: Store, layouts: Layouts, columns: Columns, placement: Placement, memory: Array, skeletons: Iterable[int] = ()
 ) -> None:
-    """Read the rows of a batch into `memory`. If some are remote, also fetch the skeletons of the samples `skeletons`."""
+    """Read all rows into `memory`, and fetch the `skeletons` of remote samples."""
     rows = layouts.rows
     which = layouts.which
     ranges = Ranges(rows.number, rows.begin + columns.begin[:, which], columns.nbytes[:, which], placement.rows)
@@ -164,7 +164,8 @@ def _read_rows(
 
 
 def _check_bools(layouts: Layouts, columns: Columns, placement: Placement, memory: Array) -> None:
-    """Raise FormatError if a bool is not 0 or 1: torch and numpy accept any byte as a bool, and compute wrong results."""
+    """Raise FormatError if a bool is not 0 or 1."""
+    # hazard: torch and numpy accept any byte as a bool, and compute wrong results
     for tensor, layout in columns.bools:
         nbytes, samples = columns.nbytes.item(tensor, layout), np.flatnonzero(layouts.which == layout)
         begins: list[int] = placement.rows[tensor, samples].tolist()
@@ -179,8 +180,9 @@ def _check_bools(layouts: Layouts, columns: Columns, placement: Placement, memor
 
 
 def _read_samples(request: Request, pin: bool, device: Any) -> list[Any]:
-    """Return the samples of a batch with loaded tensors. Tensors that occur in all samples are read together."""
+    """Return the samples of a batch with loaded tensors."""
     layouts = request.layouts()
+    # tensors that all samples have are read together; `load` reads the other tensors one by one
     names = filter(request.structures.wanted, layouts.items[0].named)
     columns = Columns([name for name in names if all(name in layout.named for layout in layouts.items)], layouts)
     placement = place_in_turn(columns.nbytes[:, layouts.which])

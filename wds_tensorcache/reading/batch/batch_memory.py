@@ -1,4 +1,4 @@
-"""The memory of a batch: from `storage/memory_pool.py` or pinned, moved to a device as a whole, and viewed as tensors."""
+"""The memory of a batch: allocated, moved to a device, and viewed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 
 
 class _Spent(threading.local):
-    """Bytes of memory and seconds of transfers that this thread has used for batches."""
+    """Bytes and transfer times of batches that this thread has read."""
 
     nbytes = 0
     transfer_s = 0.0
@@ -58,7 +58,7 @@ class Memory:
         SPENT.transfer_s += perf_counter() - began
 
     def view(self, reference: Reference, begin: int, shape: tuple[int, ...]) -> Any:
-        """Return the bytes from `begin` on as a tensor, or as a numpy array, which is always on the host."""
+        """Return the bytes from `begin` on as a tensor or array. Arrays are always on the host."""
         if reference.kind == "ndarray":
             return check_array(view_array(self.array, reference.dtype, shape, begin))
         if self._flat is not None:

@@ -1,4 +1,4 @@
-"""The dtype, shape and byte range of each tensor of a batch, for each layout of its samples."""
+"""Dtype, shape and byte range of a batch's tensors, by layout."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def layouts_of(rows: Rows) -> Layouts:
 
 
 def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list[Layout], Array]:
-    """Complete layouts with references from the samples' skeletons; return them, and the index of each sample's layout."""
+    """Return layouts with references from skeletons, and each sample's layout index."""
     numbers: dict[Any, int] = {}
     result: list[Layout] = []
     item_of_sample = np.empty(len(which), np.int64)
@@ -105,7 +105,7 @@ def _with_texts(rows: Rows, items: Sequence[Layout], which: Array) -> tuple[list
 
 
 class Columns:
-    """The properties of some tensors of a batch, for each layout of its samples.
+    """Properties of a batch's tensors, for each layout of its samples.
 
     Attributes:
         names: Names of the tensors.
@@ -114,8 +114,8 @@ class Columns:
             lacks the tensor.
         sizes: Length of each tensor in bytes; None if the length of a tensor differs between layouts.
         bools: Tensor index and layout index of each bool tensor, whose bytes must be checked.
-        references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor; `resolve` sets it, with
-            `first`, `shapes`, `limits` and `limit`.
+        references: Reference of each tensor, `[tensors][layouts]`, None if a layout lacks the tensor. `resolve` sets it and
+            the attributes below.
         first: Reference of each tensor in the first layout that has it; if no layout has it, a reference from the schema.
         shapes: Shape of each tensor in `first`.
         limits: Largest number of samples for which each tensor can be stacked; 0 if its shapes differ, or a layout lacks it.
@@ -142,7 +142,7 @@ class Columns:
         self.bools = [(t, n) for t, row in enumerate(stored) for n, one in enumerate(row) if one.dtype == "BOOL"]
 
     def resolve(self, layouts: Layouts, schema: Callable[[], Mapping[str, TensorSchema]]) -> None:
-        """Resolve the reference of each tensor in each layout; raise BatchError if its kind or dtype differs between layouts.
+        """Resolve each tensor's references. Raise BatchError if its kind or dtype differs between layouts.
 
         `schema` returns the properties of all tensors, including tensors that no layout has.
         """
@@ -182,7 +182,7 @@ class Columns:
         self.limit = min(self.limits, default=1 << 63)
 
     def check_stackable(self, layouts: Layouts, tensor: int) -> None:
-        """Raise BatchError if a tensor's shape differs, a layout lacks it, or the stacked array exceeds size limits."""
+        """Raise BatchError if the rows of a tensor cannot form one array."""
         self.check_present(layouts, tensor)
         (at, first), *following = self.present(tensor)
         for number, other in following:
@@ -197,7 +197,7 @@ class Columns:
         check_stackable(first, len(layouts.rows), first.shape, layouts.key(at))
 
     def present(self, tensor: int) -> list[tuple[int, Reference]]:
-        """Return the index of each layout that has a tensor, and the tensor's reference in that layout."""
+        """Return `(layout index, reference)` for each layout that has a tensor."""
         return [(number, one) for number, one in enumerate(self.references[tensor]) if one is not None]
 
     def check_present(self, layouts: Layouts, tensor: int) -> None:
@@ -212,7 +212,7 @@ class Columns:
 
 
 def with_chosen(by_name: list[dict[str, _Item]], layouts: Layouts) -> list[dict[str, _Item]]:
-    """Replace each layout's dict in the list `by_name` by a dict with its chosen tensors; return the list."""
+    """Replace the dicts in `by_name` by dicts with the chosen tensors."""
     for at, chosen in enumerate(layouts.chosen):
         stored_items, by_name[at] = by_name[at], dict(by_name[at])
         for name, stored in chosen.items():

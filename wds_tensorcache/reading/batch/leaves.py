@@ -1,4 +1,4 @@
-"""`Leaves`: a list-like object with the values of a batch that are not tensors; torch can compute with its numbers."""
+"""`Leaves`: values of a batch, with which torch can compute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class Leaves:
-    """A list-like object with one value per sample of a batch, decoded from the skeletons on first use.
+    """A list-like object with one value per sample, decoded on first use.
 
     It prints like a list, and `.tolist()` returns the values that were written. A pickled copy contains the values.
 
@@ -52,7 +52,7 @@ class Leaves:
         return len(self.tolist() if self._decoded is None else self._decoded)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the value at an int, a list for a slice, or a tensor of numbers for a tensor of indices or bools."""
+        """Return a value, or a list for a slice. For a tensor of indices or bools, return a tensor of numbers."""
         if isinstance(index, torch.Tensor) and index.ndim:
             return self._as_tensor(index.device)[index]
         return self.tolist()[index]
@@ -83,7 +83,7 @@ class Leaves:
         return Leaves, (None, self._path, self.tolist())
 
     def _as_tensor(self, device: torch.device | None = None) -> torch.Tensor:
-        """Return the values as a tensor on `device`; raise BatchError if they do not form a tensor."""
+        """Return the values as a tensor; raise BatchError if they form none."""
         values = self.tolist()
         try:
             tensor = torch.tensor(values)

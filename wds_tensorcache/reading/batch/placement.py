@@ -1,4 +1,4 @@
-"""Choose the position of each row in a batch's memory, and pad short rows.
+"""Positions of rows in a batch's memory, and padding of short rows.
 
 A row contains the data of one sample in a batched tensor.
 """
@@ -36,7 +36,7 @@ class Placement:
 
 @lru_cache(8)  # batches of one layout share a placement
 def place_equal(row_nbytes: tuple[int, ...], count: int) -> Placement:
-    """Return the placement of `count` rows of each tensor; `row_nbytes` contains the length of a row for each tensor."""
+    """Return the placement of `count` rows of `row_nbytes` bytes for each tensor."""
     return place_in_turn(np.array(row_nbytes, np.int64)[:, None].repeat(count, 1))
 
 
@@ -54,14 +54,14 @@ def no_memory(nbytes: int) -> BatchError:
 
 
 def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
-    """Return the length in bytes of an array with this shape and the dtype of a tensor."""
+    """Return the bytes of an array of `shape` and a tensor's dtype."""
     return math.prod(shape) * int(reference.dtype.itemsize)
 
 
 def place(
     layouts: Layouts, columns: Columns, ways: Sequence[str | Pad]
 ) -> tuple[list[tuple[int, ...] | None], Placement, list[Padding]]:
-    """Return the shape of each tensor's rows (None for a list), the placement of all rows, and the paddings to fill."""
+    """Return row shapes (None for lists), the placement of rows, and paddings."""
     count = len(layouts.rows)
     sizes = columns.nbytes[:, layouts.which]
     shapes: list[tuple[int, ...] | None] = []
@@ -86,16 +86,16 @@ def place(
 
 
 class Padding(NamedTuple):
-    """The padding of the tensor at index `tensor`: `bits`, an element of `dtype`, fills its rows up to `row_nbytes` bytes."""
+    """The padding of one tensor's rows up to `row_nbytes` bytes."""
 
-    tensor: int
+    tensor: int  # index in `Columns.names`
     row_nbytes: int
     dtype: np.dtype[Any]
-    bits: Any
+    bits: Any  # an element of `dtype`
 
 
 def padded_shape(columns: Columns, layouts: Layouts, tensor: int, way: Pad) -> tuple[int, ...]:
-    """Return the shape of a tensor's rows after padding; raise BatchError if they cannot be padded to one shape."""
+    """Return the shape of a tensor's padded rows. Raise BatchError if they cannot be padded to one shape."""
     first, present = columns.first[tensor], columns.present(tensor)
     key = layouts.key(present[0][0] if present else 0)
     for number, other in present:
@@ -132,7 +132,7 @@ def fill_paddings(
 
 
 def filler_of(reference: Reference, value: complex) -> tuple[np.dtype[Any], Any]:
-    """Return a numpy dtype as wide as a tensor's dtype, and an element of it with the bits of the fill value."""
+    """Return a numpy dtype and its element with the fill value's bits. The dtype is as wide as the tensor's."""
     is_array, dtype = reference.kind == "ndarray", reference.dtype
     if not is_array:
         dtype = np.dtype("c16" if reference.dtype.itemsize == 16 else f"u{reference.dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Requests for the samples of a batch, and the known structures of samples."""
+"""Requests for batches, and the known structures of samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Visits: TypeAlias = "tuple[list[str], list[Path], list[tuple[type, Any, Any]]]"
 
 
 class NewNames(Exception):
-    """A signal to read the batch again: an old index lacked names in a skeleton, and the shard has a new index now."""
+    """A signal to read the batch again: an index got new names. The old index lacked names that a skeleton has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Structures:
         return view
 
     def request(self, store: Store, positions: Any, fixed: tuple[str, ...]) -> Request:
-        """Return a request for the samples at `positions` of a store, int64 `[B]`; see `Request` for `fixed`."""
+        """Return a request for samples at `positions` of a store, int64 `[B]`."""
         return Request(store, locate(store, positions), self, fixed)
 
     def note_values(self) -> None:
         self.num_with_values = _NUM_WITH_VALUES
 
     def selected(self, sample: Any) -> Any:
-        """Return a sample with only its selected tensors, and without None in place of the tensors `optional`."""
+        """Return a sample with only its selected tensors. It also lacks None in place of the tensors `optional`."""
         if self.wanted is None:
             return sample
         selected = project(sample, self.wanted)
@@ -104,11 +104,11 @@ class Structures:
         return selected
 
     def comparable(self, sample: Any) -> Any:
-        """Return a sample without the values that need not be alike in a batch."""
+        """Return a sample without values whose structures may differ."""
         return sample
 
     def find_base(self, layouts: Layouts) -> int:
-        """Return the position of the sample with the most selected tensors; on a tie, with the most tensors, then the first."""
+        """Return the position of the sample with the most selected tensors. On a tie, more tensors win, then the first."""
         if not layouts.is_mixed:
             return 0
         wanted = self.wanted or (lambda name: True)
@@ -117,7 +117,7 @@ class Structures:
         return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
-        """Return the structure of a batch; raise BatchError if a tensor has no place in it, and the errors of `check_names`."""
+        """Return the structure of a batch. Raise BatchError if a tensor has no place in it; see also `check_names`."""
         base = self.find_base(layouts) if layouts.is_mixed else 0
         missing = self._missing(layouts, base, fixed) if layouts.is_mixed or fixed else ()
         rows = layouts.rows
@@ -134,7 +134,7 @@ class Structures:
         return structure
 
     def _missing(self, layouts: Layouts, base: int, fixed: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the batch's tensors, and of `fixed`, that sample `base` lacks."""
+        """Return names in the batch and in `fixed` that sample `base` lacks."""
         present = layouts.items[layouts.which.item(base)].named
         named = [name for layout in layouts.items for name in layout.named] if layouts.is_mixed else []
         return tuple(dict.fromkeys(name for name in (*named, *fixed) if name not in present))
@@ -162,7 +162,7 @@ class Structures:
         return separate(sample)[0]
 
     def names_for(self, layouts: Layouts, fixed: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-        """Return the names of a batch's tensors, and whether every batch of these layouts has the same names."""
+        """Return the names of a batch's tensors, and whether layouts determine them."""
         layout, key = layouts.items[0], None
         if not layouts.is_mixed and not self._missing(layouts, 0, fixed):
             # the bytes of a fetched skeleton would cost a request, so a kept form comes first
@@ -176,7 +176,8 @@ class Structures:
 
 
 def _donor(layouts: Layouts, name: str) -> Any:
-    """Return a sample with tensor `name`, which shows whether the key `7` of a dict is an int; None if `name` has no number."""
+    """Return a sample with tensor `name`, if `name` has a number."""
+    # only a sample shows whether the key `7` of a dict is an int
     if not re.search(r"(?:^|[.])-?[0-9]+(?:[.]|$)", name):
         return None
     rows = layouts.rows
@@ -191,7 +192,7 @@ def _donor(layouts: Layouts, name: str) -> Any:
 
 
 def check_names(rows: Rows, i: int, sample: Any) -> None:
-    """Compare a sample's tensors with its index; raise FormatError if they differ, NewNames if an old index lacked names."""
+    """Compare a sample's tensors with its index. Raise FormatError if they differ, NewNames if an old index lacked names."""
     items, which, _ = rows.known_layouts
     number, layout = rows.number.item(i), items[which.item(i)]
     shard, texts = rows.shards[number], layout.named_texts
@@ -211,10 +212,8 @@ def check_names(rows: Rows, i: int, sample: Any) -> None:
 
 
 def _visits_of(sample: Any, wanted: Wanted) -> _Visits:
-    """Return `Structure.visits` of a sample that matches a template.
-
-    Such a sample contains only dicts, lists and tuples, and each container occurs once.
-    """
+    """Return `Structure.visits` of a sample that matches a template."""
+    # such a sample contains only dicts, lists and tuples, and each container occurs once
     names: list[str] = []
     paths: list[Path] = []
     containers: list[tuple[type, Any, Any]] = []
@@ -255,14 +254,12 @@ class Request:
         return layouts_of(self.rows)
 
     def skeletons_ahead(self) -> Iterable[int]:
-        """Return the positions of samples whose skeletons are fetched together with the tensors, if their shards are remote.
-
-        If the values of a recent batch were used, these are all samples, because skeletons contain the values. Otherwise
-        the structure of the batch needs only the first sample, or no sample if its template is known.
-        """
+        """Return positions of remote samples whose skeletons to fetch with tensors."""
+        # values of a recent batch were used, and skeletons contain them
         if self.structures.num_with_values > 0:
             self.structures.num_with_values -= 1
             return range(len(self))
+        # the structure of the batch needs only the first sample, unless its template is known
         shard = self.rows.shards[self.rows.number.item(0)]
         return () if not isinstance(shard, Shard) or shard.knows_template(self.rows.row.item(0)) else (0,)
 
@@ -270,15 +267,15 @@ class Request:
         return replace(self, structures=self.structures.narrow(names))
 
     def in_view(self, store: Store, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
-        """Return a request for the same samples in another view of the cache."""
+        """Return a request for these samples in another view of the cache."""
         return Request(store, self.rows, structures, fixed)
 
     def again(self) -> Request:
-        """Return a request for the same samples after the names in an index have changed."""
+        """Return a request for these samples, with an index's new names."""
         return replace(self, rows=replace(self.rows, known_layouts=[], known_samples={}))
 
     def find_names(self) -> bool:
-        """Find additional names that old indexes lack; return whether shards have new indexes now."""
+        """Find names that old indexes lack; return whether this call adds names."""
         return bool(self.store.shards) and self.store.find_names(number for number, *_ in self.rows.by_shard)
 
     def place_chosen(self, batch: Any, tensors: Mapping[str, Any], decoded: Any) -> None:

@@ -1,4 +1,4 @@
-"""Locate the samples of a batch: the shard, the row and the byte offset of each sample."""
+"""Locations of a batch's samples: shard, row and byte offset."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _ALL = slice(None)
 class Rows:
     """The locations of a batch's samples.
 
-    Sample `i` is row `row[i]` of `shards[number[i]]`, and its `.safetensors` member starts at byte `begin[i]`.
-
-    A row is the index of a sample among the samples of its shard that have the cache.
+    Sample `i` is row `row[i]` of `shards[number[i]]`, and its `.safetensors` member starts at byte `begin[i]`. A row
+    is the index of a sample among the samples of its shard that have the cache.
     """
 
     shards: Sequence[Any]  # of the cache; for a `SharedDataset`, one object with the methods that batches need

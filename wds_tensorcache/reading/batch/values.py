@@ -1,4 +1,4 @@
-"""The values of a batch that are not tensors: one list per value, decoded from the skeletons on first use."""
+"""Values of a batch other than tensors, decoded on first use."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Find: TypeAlias = "Callable[[Any], dict[str, Any]]"
 
 @dataclass(slots=True)
 class _Group:
-    """Samples of a batch that share a template, with their values; or decoded samples without a template."""
+    """Samples that share a template, or decoded samples without a template."""
 
     template: Template | None
     positions: list[int]
-    values: list[Any]
+    values: list[Any]  # for each sample, its values in the template; without a template, the sample
     built: list[Any] | None = None  # result of `samples`
 
     def column(self, path: Path) -> list[Any]:
@@ -61,7 +61,7 @@ class _Group:
         return list(map(find, self.samples()))
 
     def samples(self) -> list[Any]:
-        """Return the samples. Samples that match the template have `_TENSOR` in place of tensors."""
+        """Return the samples, with `_TENSOR` in place of a template's tensors."""
         template = self.template
         if template is None:
             return self.values
@@ -83,7 +83,7 @@ def _in_order(groups: list[_Group], columns: list[list[Any]]) -> list[Any]:
 
 @lru_cache(64)
 def _number_leaves(template: Template) -> Any:
-    """Return a sample with numbers in place of the template's values, and `_TENSOR` in place of tensors."""
+    """Return a sample with slot numbers for values, and `_TENSOR` for tensors."""
     return template.build([*range(template.num_values), *(_TENSOR for _ in template.references)])
 
 
@@ -92,10 +92,7 @@ def is_tensor(value: Any) -> bool:
 
 
 class Decoded:
-    """The decoded samples of a batch. Any thread may use them; the skeletons are read once.
-
-    If a skeleton matches a known template, only its values are extracted.
-    """
+    """The decoded samples of a batch. Any thread may use them; the skeletons are read once."""
 
     def __init__(self, request: Request, layouts: Layouts) -> None:
         self.structure = request.structures.structure_for(layouts, request.fixed)  # of the batch
@@ -108,7 +105,7 @@ class Decoded:
         return len(self._request)
 
     def column(self, path: Path) -> list[Any]:
-        """Return the value at `path` of each sample; raise BatchError if structures differ or an index lacks names."""
+        """Return the value at `path` of each sample. Raise BatchError if structures differ or an index lacks names."""
         with self._lock():
             try:
                 groups = self._groups = self._groups or self._read()
@@ -117,7 +114,7 @@ class Decoded:
             return _in_order(groups, [group.column(path) for group in groups])
 
     def find(self, find: Find) -> list[Any]:
-        """Call `find` for each sample without its tensors, and return the results; [] if a sample matches no template."""
+        """Call `find` for each sample without its tensors. Return the results, or [] if a sample matches no template."""
         with self._lock():
             groups = self._groups = self._groups or self._read(may_build=False)
             if not groups or any(group.template is None for group in groups):
@@ -125,7 +122,7 @@ class Decoded:
             return _in_order(groups, [group.find(find) for group in groups])
 
     def check(self) -> None:
-        """Read the skeletons; raise BatchError if a sample's structure differs, NewNames if an index lacks names."""
+        """Read the skeletons. Raise BatchError if structures differ, NewNames if an index lacks names."""
         with self._lock():
             self._groups = self._groups or self._read()
 
@@ -168,7 +165,7 @@ class Decoded:
         return list(groups.values())
 
     def _find_kept(self, template: Template) -> list[Any]:
-        """Return the values that the store keeps for each sample of this template; None for a sample without kept values."""
+        """Return the values that the store keeps of each sample, or None."""
         rows, store = self._request.rows, self._request.store
         values_by_sample: list[Any] = [None] * len(self)
         if rows.shards is not store.shards:
@@ -183,7 +180,7 @@ class Decoded:
         return values_by_sample
 
     def _compare(self, i: int, template: Template | None, values: Any) -> tuple[Template | None, Any]:
-        """Compare the structure of sample `i` with the batch's structure, as `_build` does; return `template` and `values`."""
+        """Check the structure of sample `i` like `_build`; return `template` and `values`."""
         # Samples of one template differ only in plain values, of which only None may take the place of a tensor. So one
         # comparison suffices for all samples with None in the same places.
         key = template, *(slot for slot, value in enumerate(values) if value is None)
@@ -193,7 +190,7 @@ class Decoded:
         return template, values
 
     def _build(self, i: int) -> Any:
-        """Return sample `i`; raise BatchError if its structure differs from the batch's structure."""
+        """Return sample `i`; raise BatchError if its structure differs."""
         request, structures = self._request, self._request.structures
         raw = request.rows.sample(i)
         check_names(request.rows, i, raw)
