@@ -1,1 +1,1 @@
-"""Encode samples as bytes and decode them, without files or threads. FORMAT.md is the specification."""
+"""Encoding and decoding of samples, without files or threads. FORMAT.md is the specification."""

@@ -1,4 +1,4 @@
-"""The preamble and the digests that bind the two members of a sample to each other (FORMAT.md 2.1, 3.3).
+"""Preamble and digests, which bind a sample's two members (FORMAT.md 2.1, 3.3).
 
 A *member* is a file in the tar. A cache has two members for each sample: the skeleton (`.skel.pyd`, a pickle) and the tensors
 (`.safetensors`). A skeleton begins with the preamble, which contains the digests. The body follows.
@@ -29,15 +29,12 @@ Preamble = tuple[int, int | None, int | None, int | None]
 
 
 def tensors_digest(member: bytes | memoryview) -> int:
-    """Return the digest of a `.safetensors` member: the XXH3-64 of all bytes after the digits of the stored digest."""
+    """Return the XXH3-64 of a `.safetensors` member after its stored digest."""
     return xxhash.xxh3_64_intdigest(memoryview(member)[DIGITS_END:])
 
 
 def sign_header(header: bytes, buffers: Iterable[Any]) -> tuple[bytes, int]:
-    """Return `header` with the member's digest in place of the zeros, and the digest.
-
-    `buffers` contain the bytes of the member after the header.
-    """
+    """Return `header` with the digest of its member, and the digest. `buffers` contain the bytes after the header."""
     state = xxhash.xxh3_64(memoryview(header)[DIGITS_END:])
     for buffer in buffers:
         state.update(buffer)
@@ -45,7 +42,7 @@ def sign_header(header: bytes, buffers: Iterable[Any]) -> tuple[bytes, int]:
 
 
 def build_preamble(tensors_nbytes: int, tensors_digest: int, body: bytes) -> bytes:
-    """Return the preamble of a skeleton with this `body`; it has `PREAMBLE_NBYTES` bytes."""
+    """Return the preamble of a skeleton with this `body`. It has `PREAMBLE_NBYTES` bytes."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, xxhash.xxh3_64_intdigest(body))
     return b"%b%b%c" % (_PREAMBLE_BEGIN, fields, POP)
 
@@ -60,13 +57,13 @@ def is_preamble(skeleton: bytes, bound: bytes) -> bool:
 
 
 def had_preamble(skeleton: bytes, tensors_nbytes: int, tensors_digest: int) -> bool:
-    """Return whether `skeleton` has these values in the preamble's fields; the bytes before the fields may be damaged."""
+    """Return whether the preamble's fields have these values. The bytes before the fields may be damaged."""
     fields = _FIELDS.pack(FORMAT_VERSION, tensors_nbytes, tensors_digest, 0)[:-8]
     return skeleton[len(_PREAMBLE_BEGIN) :].startswith(fields)
 
 
 def check_body(skeleton: bytes) -> None:
-    """Raise FormatError if a skeleton has a preamble whose digest does not match the body."""
+    """Raise FormatError if a preamble's digest does not match the body. Also raises errors as `parse_preamble` does."""
     begin, *_, digest = parse_preamble(skeleton)
     if digest is not None and xxhash.xxh3_64_intdigest(memoryview(skeleton)[begin:]) != digest:
         raise FormatError("the skeleton is damaged: its digest does not match its bytes", kind="damaged")

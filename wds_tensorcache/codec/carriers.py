@@ -1,4 +1,4 @@
-"""Pass tensors through numpy, Arrow and DALI, viewed as dtypes that these libraries have."""
+"""Views of tensors as dtypes that numpy, Arrow and DALI have."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _DALI_HAS = frozenset(f"{kind}{bits}" for kind in ("uint", "int", "float") for b
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """The form in which the tensors of one dtype pass through another library."""
+    """The form in which one dtype's tensors pass through another library."""
 
     true: torch.dtype | np.dtype[Any]  # the tensors' own dtype
     dtype: np.dtype[Any]  # dtype of the array that carries the tensors' bits
     inner: tuple[int, ...] = ()  # dimensions of the array after the tensor's dimensions
 
     def carry(self, value: Any) -> Array:
-        """View a tensor on the CPU, or a little-endian array, as its carrier. Memory: aliases `value`."""
+        """View a CPU tensor or a little-endian array as its carrier. Memory: aliases `value`."""
         if isinstance(value, torch.Tensor):
             value = (value if value.dtype in SHARED else value.view(_SIGNED[value.itemsize])).numpy()
         if self.inner:
@@ -35,12 +35,12 @@ class Carrier:
         return array
 
     def fits(self, value: Any) -> bool:
-        """Return whether a tensor or array has the dtype and the inner dimensions of the carrier."""
+        """Return whether a value has the carrier's dtype and inner dimensions."""
         outer = value.ndim - len(self.inner)
         return dtype_name(value.dtype) == self.dtype.name and outer >= 0 and tuple(value.shape[outer:]) == self.inner
 
     def restore(self, value: Any) -> Any:
-        """View a carrier as the original tensor or array; `fits(value)` must be True.
+        """View a carrier as the original tensor or array. `fits(value)` must be True.
 
         Memory: aliases `value`. Arrays that are not contiguous, and integers that carry bools, may be copied.
             Hazard: the tensor of a read-only array is writable, and its memory may belong to other readers.

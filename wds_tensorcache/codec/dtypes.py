@@ -1,4 +1,4 @@
-"""The stored forms of dtypes of torch and numpy: the table in FORMAT.md 3.2.
+"""Stored forms of torch's and numpy's dtypes (the table in FORMAT.md 3.2).
 
 The *true* dtype is the dtype of the tensor or array in the sample. The *stored* dtype is the dtype of its entry in the
 `.safetensors` file. Every supported release of stock safetensors can load the stored dtypes, except `F8_E4M3FNUZ` and
@@ -73,7 +73,7 @@ _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 
 def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:
-    """Return the stored form of a numpy dtype of either byte order; None if the format cannot store it."""
+    """Return the stored form of a numpy dtype of either byte order. None if the format cannot store it."""
     little = dtype.newbyteorder("<")
     native = _NUMPY_NATIVE.get(little)
     if native is not None:
@@ -120,5 +120,5 @@ def true_dtype(kind: str, stored: str, attribute: str | None) -> tuple[torch.dty
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a dtype of torch or numpy, for example `bfloat16`."""
+    """Return the name of a torch or numpy dtype, for example `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Parse and build the header of a `.safetensors` member, the tar entry with a sample's tensors (FORMAT.md 3.1).
+"""Headers of `.safetensors` members, which contain a sample's tensors (FORMAT.md 3.1).
 
 A *layout* is a parsed header: the names, dtypes, shapes and byte ranges of the tensors in a member. A *form* is a layout
 without its shapes: names, dtypes and numbers of dimensions. The samples of a cache often share a few forms and layouts, so
@@ -94,7 +94,7 @@ _FORMS: dict[tuple[tuple[str, str, int], ...], Form] = {}
 
 
 def keep_bounded(table: dict[Any, Any], key: Any, value: Any, most: int = 64) -> Any:
-    """Return the value of a key in a dict of at most `most` entries; first add `value` if the key is missing."""
+    """Return `table[key]`, after adding `value` if the key is missing. A table of `most` entries is cleared first."""
     # Keys come from files, so without a limit a hostile file could fill memory.
     if len(table) >= most:
         table.clear()
@@ -142,16 +142,16 @@ def make_layout(
 
 
 def is_bound(member: Any) -> bool:
-    """Return whether `member` is bytes or a memoryview, and begins like a cache's `.safetensors` member of any version."""
+    """Return whether `member` begins like a cache's `.safetensors` member of any version."""
     return isinstance(member, (bytes, memoryview)) and member[8 : len(_PREFIX) + 6] == _PREFIX[:-2]
 
 
 def build_safetensors_header(tensors: Sequence[tuple[str, str, tuple[int, ...], int]], align: int) -> bytes:
-    """Return the header of a `.safetensors` member, with its length field and zeros as its digest (see `sign_header`).
+    """Build the header of a `.safetensors` member, with zeros as its digest.
 
-    `tensors` contains (name, stored dtype, shape in stored elements, number of bytes) for each tensor, in the order of the
-    tensors' bytes. The length of the header is a multiple of `align`, a positive multiple of 8. Raises ValueError for another
-    `align`, or if the header exceeds `MAX_HEADER_NBYTES`.
+    The header begins with its length field; `sign_header` sets the digest. `tensors` contains (name, stored dtype, shape in
+    stored elements, number of bytes) in the order of the bytes. The length of the header is a multiple of `align`. Raises
+    ValueError if `align` is not a positive multiple of 8, or if the header exceeds `MAX_HEADER_NBYTES`.
     """
     if align <= 0 or align % 8:
         raise ValueError(f"align={align}, expected a positive multiple of 8")
@@ -184,10 +184,10 @@ plan_small_member = lru_cache(256)(plan_member)  # samples whose tensors have eq
 
 
 def parse_header(member: bytes | memoryview, member_nbytes: int | None = None) -> tuple[Layout, int | None]:
-    """Validate the header of a `.safetensors` member; return its layout, and its digest (None if it has none).
+    """Validate the header of a `.safetensors` member; return layout and digest.
 
-    `member` may be only the beginning of the member; `member_nbytes` is then the length of the whole member. Raises FormatError
-    if the header breaks a rule of FORMAT.md 3.1, is not completely in `member`, or does not match the length.
+    The digest is None if the header has none. `member` may be only the beginning of a member of `member_nbytes` bytes. Raises
+    FormatError if the header breaks a rule of FORMAT.md 3.1, is not completely in `member`, or does not match the length.
     """
     nbytes = len(member) if member_nbytes is None else member_nbytes
     end = 8 + int.from_bytes(member[:8], "little")

@@ -1,4 +1,4 @@
-"""Lazy tensors and arrays, which read their bytes only for operations that need them.
+"""Lazy tensors and arrays, which read their bytes only if needed.
 
 The bytes come from a `ByteSource` (`reference.py`): a member in memory, or a `FileRange` of a shard (`shards/shard.py`).
 """
@@ -23,7 +23,7 @@ _SCRATCH = memoryview(bytearray(_MAX_GAP))  # gaps are read into it, by all thre
 
 
 class Lazy:
-    """Base of `LazyTensor` and `LazyArray`: a reference to one tensor of a member, and the source of the member's bytes."""
+    """Base of `LazyTensor` and `LazyArray`: one tensor's reference and byte source."""
 
     __slots__ = ("__weakref__", "_reference", "_source")
     _reference: Reference
@@ -141,7 +141,7 @@ class Lazy:
 
 
 class PendingLoads:
-    """Lazy tensors that `run` loads together, so that adjacent tensors of a member need only one read."""
+    """Lazy tensors to be loaded together, with one read for adjacent tensors."""
 
     __slots__ = ("_reads", "_unchecked")
 
@@ -151,7 +151,7 @@ class PendingLoads:
         self._unchecked: list[tuple[Callable[[Any], Any], Any]] = []
 
     def add(self, lazy: Lazy) -> Any:
-        """Allocate and return the loaded value of a lazy tensor; `run` fills in the elements."""
+        """Allocate and return a lazy tensor's value. `run` fills in the elements."""
         reference, source = lazy._reference, lazy._source
         begin = reference.begin
         buffer = source.allocate(reference.end - begin)
@@ -163,7 +163,7 @@ class PendingLoads:
         return value
 
     def run(self) -> None:
-        """Read the bytes of all added tensors; raise FormatError for an invalid value or a changed shard, or RemoteError."""
+        """Read the bytes of all added tensors. Raises FormatError for an invalid value or a changed shard, or RemoteError."""
         self._reads.sort()
         source: Any = None
         buffers: list[Any] = []
@@ -216,7 +216,7 @@ def _refuse_in_place(cls: type, name: str) -> NoReturn:
 
 
 def check_device(device: Any) -> None:
-    """Raise RuntimeError if `device` is a CUDA device and torch finds no GPU, or if torch does not know the device."""
+    """Raise RuntimeError if `device` is unknown, or CUDA without a GPU."""
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise RuntimeError(f"device={device!r}, but torch sees no GPU; leave it out, or install torch with CUDA")
 
@@ -345,7 +345,7 @@ _WITHOUT_BYTES = frozenset(
 
 
 class LazyArray(Lazy):
-    """A numpy array whose bytes have not been read yet; numpy functions and ufuncs accept it. See `LazyTensor`."""
+    """A numpy array whose bytes have not been read yet. Numpy functions and ufuncs accept it; see `LazyTensor`."""
 
     __slots__ = ()
 
@@ -412,15 +412,13 @@ for _cls in (LazyTensor, LazyArray):
 
 
 def _collate_tensors(batch: list[Any], *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Load tensors into the rows of a tensor `[B, …]`.
-
-    In a worker process, the result is in shared memory, so that sending it needs no copy.
-    """
+    """Load tensors into the rows of a tensor `[B, …]`."""
     first = batch[0]
     _check_stackable(batch)
     shape, is_worker = (len(batch), *first.shape), get_worker_info() is not None
     rows = torch.empty(0 if is_worker else shape, dtype=first.dtype, device="cpu")
     if is_worker:
+        # shared memory, because sending it to the main process needs no copy
         shared: Any = torch.UntypedStorage._new_shared(len(batch) * first.nbytes, device="cpu")  # type: ignore[no-untyped-call]
         rows.set_(shared, 0, shape)  # type: ignore[call-overload]
     for item, row in zip(batch, rows, strict=True):

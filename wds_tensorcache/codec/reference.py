@@ -1,4 +1,4 @@
-"""References from a skeleton to its tensors, and sources of the tensors' bytes.
+"""References from skeletons to tensors, and sources of the tensors' bytes.
 
 In place of a tensor, a skeleton (the pickle of a sample) contains a string, for example `tensor:latent`. A layout (the parsed
 header of the `.safetensors` member) resolves that string to a reference, which contains name, dtype, shape and byte range.
@@ -27,32 +27,32 @@ _ESCAPED = re.compile("[%.?:\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 class ByteSource(Protocol):
-    """The bytes of a `.safetensors` member in memory or in a file; offsets count from the member's first byte."""
+    """The bytes of a `.safetensors` member in memory or a file. Offsets count from its first byte."""
 
     def read(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return a private copy of the bytes `[begin, end)`; raise an error if they cannot be read."""
+        """Return a private copy of the bytes `[begin, end)`. Raises an error if they cannot be read."""
 
     def allocate(self, nbytes: int) -> bytearray | np.ndarray[Any, Any]:
         """Return private memory of `nbytes` bytes, to read into."""
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Fill 1-D byte buffers, in order, with the bytes from `begin` on; raise an error if they cannot be read."""
+        """Fill 1-D byte buffers, in order, with the bytes from `begin` on. Raises an error if they cannot be read."""
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` as uint8; never write into them, even if numpy allows it.
+        """Return the bytes `[begin, end)` as uint8. Never write into them, even if numpy allows it.
 
         A file that cannot be mapped is copied. Reading a map kills the process (SIGBUS) if the file is truncated in place.
         """
 
     def hold(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return the bytes `[begin, end)` in memory that no other process can change; never write into them."""
+        """Return the bytes `[begin, end)` in memory that no other process can change. Never write into them."""
 
     def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
-        """Return a source with at least the bytes `[begin, end)`, for another process, and the offset of byte `begin` in it."""
+        """Return another process's source of `[begin, end)`, and `begin`'s offset in it. It may contain more bytes."""
 
 
 class MemorySource:
-    """A source in memory, for example a member from a webdataset stream; its pickle contains the bytes."""
+    """A source in memory, for example a member from a webdataset stream. Its pickle contains the bytes."""
 
     __slots__ = ("member",)
 
@@ -84,13 +84,13 @@ class MemorySource:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A reference from a skeleton to one tensor of a layout, with the tensor's byte range in the member."""
+    """A reference from a skeleton to one tensor of a layout."""
 
     name: str  # of the tensor in the `.safetensors` member
     kind: str  # "tensor" for a torch.Tensor, "ndarray" for an np.ndarray
     dtype: Any  # true dtype, of torch or of numpy
     shape: tuple[int, ...]  # in elements of `dtype`
-    begin: int
+    begin: int  # byte range in the member
     end: int
     attribute: str | None  # `dtype` in the string of the reference
 
@@ -101,7 +101,7 @@ def reference_text(kind: str, name: str, attribute: str | None) -> str:
 
 
 def parse_reference(text: str) -> tuple[str, str, str | None]:
-    """Return kind, name, and attribute `dtype` or None, in the string of a reference; raise FormatError if one is unknown."""
+    """Split a reference into kind, name, and attribute `dtype` or None. Raises FormatError if one is unknown."""
     kind, _, rest = text.partition(":")
     name, mark, attributes = rest.partition("?")
     if kind not in ("tensor", "ndarray"):
@@ -112,7 +112,7 @@ def parse_reference(text: str) -> tuple[str, str, str | None]:
 
 
 def resolve(layout: Layout, text: str) -> Reference:
-    """Return the reference that the string `text` stands for, cached by the layout; raise FormatError if a part is unknown."""
+    """Resolve the string of a reference in `layout`, which caches it. Raises FormatError if a part is unknown."""
     reference: Reference | None = layout.references.get(text)
     if reference is not None:
         return reference
@@ -137,7 +137,7 @@ def resolve(layout: Layout, text: str) -> Reference:
 
 
 def check_named(layout: Layout, texts: Iterable[str]) -> None:
-    """Raise FormatError unless the references `texts` name each tensor of `layout` exactly once."""
+    """Raise FormatError unless `texts` refer to each tensor of `layout` exactly once."""
     names: set[str] = set()
     for text in texts:
         name = resolve(layout, text).name
@@ -158,7 +158,7 @@ short_component = lru_cache(4096)(_escape)  # samples of one cache have the same
 
 
 def component(key: object, position: int) -> str:
-    """Return the component of a path for a dict key; `position` is the position of the key in the dict."""
+    """Return the path component of a dict key at `position`."""
     if type(key) is str:
         return short_component(key) if len(key) < 64 else _escape(key)
     return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
@@ -169,5 +169,5 @@ def join_path(path: str, part: str) -> str:
 
 
 def place(path: str) -> str:
-    """Return the first words of an error message about the value at `path`."""
+    """Name the value at `path` in an error message."""
     return f"value at {path!r}" if path else "the sample"

@@ -1,8 +1,8 @@
-"""Encode a sample as two members (files in the tar), the skeleton and the tensors, and decode it.
+"""Encoding of samples as two members, skeleton and tensors, and decoding.
 
-Skeletons are pickles, but Python's own unpickler never reads them. `skeleton/reader.py` interprets any skeleton, with the
-builders of `skeleton/types.py`. `skeleton/template.py` reads and writes skeletons faster, if they differ from an earlier one
-only in plain values.
+A *member* is a file in the tar. Skeletons are pickles, but Python's own unpickler never reads them. `skeleton/reader.py`
+interprets any skeleton, with the builders of `skeleton/types.py`. `skeleton/template.py` reads and writes skeletons faster, if
+they differ from an earlier one only in plain values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MANY_TENSORS = 64  # headers with more tensors are not cached
 
 @dataclass(slots=True)
 class EncodedSample:
-    """Both encoded members of a sample, before the bytes of the tensors are copied."""
+    """Both encoded members of a sample, before tensors are copied."""
 
     skeleton: bytes  # the member `KEY.skel.pyd`
     header: bytes  # the first part of the member `KEY.safetensors`; `buffers` follow
@@ -48,7 +48,7 @@ class EncodedSample:
 
 
 def encode_views(sample: Any, allow: Allowed, align: int = 64) -> EncodedSample:
-    """Encode a sample as `encode_sample` does, but do not join the buffers; `allow` is the result of `allow_table`.
+    """Encode as `encode_sample` does, without joining the buffers. `allow` is the result of `allow_table`.
 
     Memory: `buffers` alias the tensors of `sample` that are contiguous and on the CPU.
     """
@@ -82,7 +82,7 @@ def _plan(writer: SkeletonWriter, align: int) -> Written:
 
 
 def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -> tuple[bytes, bytes]:
-    """Encode a nested Python structure as the two members of a cache in a shard.
+    """Encode a nested Python structure as the two members of a cache.
 
     Args:
         sample: Any nesting of containers, plain values, the types listed in FORMAT.md 2.5, tensors and arrays. Tensors that
@@ -149,7 +149,7 @@ def decode_members(
     verify: bool,
     allow: Allowed,
 ) -> Any:
-    """Decode a sample as `decode_sample` does; `allow` is the result of `allow_table`."""
+    """Decode a sample as `decode_sample` does. `allow` is the result of `allow_table`."""
     skeleton = bytes(skeleton)
     layout, digest = parse_header(tensors)
     begin, body_digest = check_binding(skeleton, layout.nbytes, digest)
@@ -163,7 +163,7 @@ def decode_members(
 
 
 def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int, int | None]:
-    """Check that two members belong together; return the offset and the digest of the skeleton's body.
+    """Check that two members belong together; return body offset and digest.
 
     `nbytes` and `digest` are the length and the digest of the `.safetensors` member. A member that stores no digest has the
     digest None. Raises FormatError if the two members do not belong together, or if `parse_preamble` refuses the skeleton.
@@ -182,7 +182,7 @@ def check_binding(skeleton: bytes, nbytes: int, digest: int | None) -> tuple[int
 
 
 def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed) -> Any:
-    """Rebuild a sample from a skeleton whose body starts at byte `begin`; `source` has the bytes of the tensors in `layout`."""
+    """Rebuild a sample from a skeleton whose body starts at byte `begin`. `source` contains the tensors in `layout`."""
     matched = match_body(skeleton, begin, layout, source, lazy)
     if matched is None:
         return _interpret(skeleton, begin, layout, source, lazy, allow)[0]
@@ -193,7 +193,7 @@ def decode_body(skeleton: bytes, begin: int, layout: Layout, source: ByteSource,
 def match_body(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool = True
 ) -> tuple[Template, list[Any]] | None:
-    """Return the template that a skeleton matches, and the list for `Template.build`; None if its form has no such template.
+    """Return a skeleton's template and the list for `Template.build`, if any.
 
     `build` changes the list, so pass it a copy to build several samples. If `lazy` is True, these samples share only
     immutable objects.
@@ -209,7 +209,7 @@ def match_body(
 def _interpret(
     skeleton: bytes, begin: int, layout: Layout, source: ByteSource, lazy: bool, allow: Allowed
 ) -> tuple[Any, Iterable[str]]:
-    """Rebuild a sample without a template; return the sample, and the strings of its references to tensors."""
+    """Rebuild a sample without a template; return it and its references' strings."""
     tensors: dict[str, Any] = {}
 
     def reference(text: str) -> Any:
@@ -235,7 +235,7 @@ def _interpret(
 
 
 def list_references(skeleton: bytes, begin: int, layout: Layout) -> tuple[tuple[str, ...], Further]:
-    """Return the strings of a skeleton's references, and the further names of its tensors.
+    """Return a skeleton's reference strings, and its tensors' further names.
 
     The body of the skeleton starts at byte `begin`. The strings are in the order of the tensors' bytes. Raises FormatError if
     the skeleton needs `allow=`, or is damaged.
@@ -262,7 +262,7 @@ def _in_order(layout: Layout, texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def _resolve_template(layout: Layout, template: Template) -> tuple[tuple[Reference, ...], tuple[str, ...]]:
-    """Return `Layout.resolved` for a template, which may come from a sample with a different layout."""
+    """Return `Layout.resolved` for a template, perhaps of another layout."""
     resolved = layout.resolved.get(template)
     if resolved is None:
         references = tuple(resolve(layout, text) for text in template.references)

@@ -1,4 +1,4 @@
-"""Convert tensors and arrays to the bytes that a shard stores, or explain why they cannot be stored (FORMAT.md 3.2)."""
+"""Stored bytes of tensors and arrays, or errors with remedies (FORMAT.md 3.2)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StorableTensor:
 
 
 def describe_tensor(value: Any) -> StorableTensor:
-    """Return the stored form of a torch.Tensor, np.ndarray or lazy tensor; raise ValueError if it has none."""
+    """Return the stored form of a tensor, array or lazy tensor. Raises ValueError if it has none."""
     if isinstance(value, torch.Tensor):
         kind, true, flat = "tensor", TORCH_TRUE.get(value.dtype), _bytes_of_tensor(value)
     elif isinstance(value, np.ndarray):
@@ -59,7 +59,7 @@ def describe_tensor(value: Any) -> StorableTensor:
 
 
 def view_plain(tensor: torch.Tensor) -> memoryview | None:
-    """View a plain tensor as the bytes of `StorableTensor.flat`, in a third of the time of `describe_tensor`.
+    """View a plain tensor as the bytes of `StorableTensor.flat`. It takes a third of the time of `describe_tensor`.
 
     Return None for any other tensor, for example if it is empty, needs a gradient, is not contiguous or is on a GPU. The caller
     checks that the type is exactly `torch.Tensor`, and that the dtype is in `PLAIN`.

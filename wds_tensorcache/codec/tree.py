@@ -1,4 +1,4 @@
-"""Walk nested containers: list, copy and filter samples.
+"""Walks through nested containers, to list, copy and filter samples.
 
 `rebuild` copies containers of all types of the format. `_Copier` copies only dicts, lists, tuples and deques: tensors in these
 have names. `_find_places` lists the places of these tensors, `walk` lists all objects. Each walk visits a container once, so
@@ -118,7 +118,7 @@ def _rebuild(value: Any, replace: Callable[[Any], Any], leaves: Any, done: dict[
 
 
 class Holding:
-    """A predicate that is True for a lazy tensor, and for a dict, list, tuple or deque that contains one."""
+    """A predicate for lazy tensors and their containers: dicts, lists, tuples, deques."""
 
     def __init__(self) -> None:
         self._results: dict[int, bool] = {}  # by id, so that each container is visited once
@@ -177,7 +177,7 @@ class _Copier:
 def map_leaves(
     sample: Any, tensor: Callable[[Lazy], Any], leaf: Callable[[Path], Any], wanted: Wanted | None = None
 ) -> Any:
-    """Return a copy of the containers of `sample`, with replacements for the lazy tensors and the other leaves.
+    """Copy a sample's containers; replace its lazy tensors and other leaves.
 
     Dicts are copied as containers; lists, tuples and deques only if they contain a lazy tensor. A lazy tensor becomes
     `tensor(lazy)`. Any other value, for example a tuple of ints, is a leaf and becomes `leaf(path)`. A container or tensor
@@ -198,10 +198,10 @@ def map_leaves(
 
 
 def project(sample: Any, wanted: Callable[[str], bool], *, prunes: bool = False) -> Any:
-    """Return `sample` without the lazy tensors whose names `wanted` refuses; None if `sample` itself is removed.
+    """Return `sample` without the lazy tensors whose names `wanted` refuses.
 
     Dicts lose these tensors; sequences have None in their place. Tensors in sets and objects stay. With `prunes`, a container
-    that loses all its items is removed in the same way.
+    that loses all its items is removed in the same way. None if `sample` itself is removed.
     """
     done: dict[int, Any] = {}
     projected = _project(sample, wanted, done, prunes)
@@ -261,21 +261,21 @@ def empty_like(value: Any) -> Any:
 
 
 def flatten(sample: Any) -> dict[str, Any]:
-    """Return the lazy tensors and arrays in a sample's dicts and sequences by name, for example `latent.samples`, in order.
+    """Return the lazy tensors in a sample's dicts and sequences by name.
 
-    A tensor that occurs in several places also has its further names (FORMAT.md 2.3).
+    Names such as `latent.samples` are in order. A tensor in several places also has its further names (FORMAT.md 2.3).
     """
     places, names = _find_places(sample)
     return {names[place][0] if place in names else lazy.name: lazy for place, lazy, _ in places}
 
 
 def names_of(sample: Any) -> list[str]:
-    """Return the names of the lazy tensors in a sample that `separate` returned, in order."""
+    """Return the names of a sample's lazy tensors, in order. The sample must come from `separate`."""
     return list(dict.fromkeys(lazy.name for _, lazy, _ in _find_places(sample)[0]))
 
 
 def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = None) -> tuple[tuple[str, str], ...]:
-    """Return the further names of a sample's tensors, each paired with the tensor's name (FORMAT.md 2.3).
+    """Return pairs (further name, name) of a sample's tensors (FORMAT.md 2.3).
 
     `name_of` returns the name of a tensor, and None for any other value. By default, only lazy tensors have names.
     """
@@ -283,7 +283,7 @@ def further_names(sample: Any, name_of: Callable[[Any], str | None] | None = Non
 
 
 def separate(sample: Any) -> tuple[Any, tuple[tuple[str, str], ...]]:
-    """Return a sample in which each further name has a lazy tensor of its own, and the result of `further_names`."""
+    """Return a sample with a lazy tensor per further name, and `further_names`."""
     _, names = _find_places(sample)
     if not names:
         return sample, ()
@@ -298,7 +298,7 @@ def _name_of_lazy(value: Any) -> str | None:
 def _find_places(
     sample: Any, name_of: Callable[[Any], str | None] = _name_of_lazy
 ) -> tuple[list[tuple[_Place, Any, _Link]], dict[_Place, tuple[str, str]]]:
-    """Return the places of a sample's tensors, and a dict from places to (further name, name of the tensor)."""
+    """Return the places of tensors, and (further name, name) by place."""
     places: list[tuple[_Place, Any, _Link]] = []
     containers = {id(sample)}
 
@@ -350,7 +350,7 @@ def _path_of(link: _Link) -> str | None:
 
 
 def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
-    """Return whether a wanted lazy tensor of `sample`, or a container with a lazy tensor in it, occurs more than once."""
+    """Return whether wanted lazy tensors or containers of lazy tensors occur twice."""
     holds, visited, todo = Holding(), {id(sample)}, [sample]
     for value in todo:
         items = value.values() if type(value) in DICTS else value if type(value) in SEQUENCES else ()
@@ -365,7 +365,7 @@ def is_shared(sample: Any, wanted: Wanted | None = None) -> bool:
 
 
 def children(value: Any) -> Iterable[Any]:
-    """Return the items of a container, the keys and values of a dict, or the values in an object's `__dict__`."""
+    """Return a container's items (of a dict, also keys), or `__dict__`'s values."""
     if isinstance(value, dict):
         return chain.from_iterable(value.items())
     if isinstance(value, CONTAINERS):
@@ -375,13 +375,13 @@ def children(value: Any) -> Iterable[Any]:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a plain value, cut to 80 characters, or the name of the type of any other value."""
+    """Return a plain value's repr, at most 80 characters, or its type."""
     # The repr of a hostile container may never end.
     return f"{value!r:.80}" if value.__class__ in ATOMS else f"a {type(value).__name__}"
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield (object, depth) for `value` and each object in it, once, in document order. Plain values are skipped."""
+    """Yield (object, depth) for `value` and its objects, once, in document order. Plain values are skipped."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:
@@ -396,7 +396,7 @@ def walk(value: Any) -> Iterator[tuple[Any, int]]:
 
 
 def repeats_much(value: Any) -> bool:
-    """Return whether the JSON of a value would be far larger than the value, or endless."""
+    """Return whether a value's JSON would be endless or far larger."""
     # Hazard: a hostile value may contain one list many times, or itself.
     seen, nbytes_repeated, todo = set[int](), 0, [value]
     while todo and nbytes_repeated <= _MAX_NBYTES_REPEATED:

@@ -1,4 +1,4 @@
-"""View bytes as tensors and arrays, and check their values (FORMAT.md 3.2)."""
+"""Views of bytes as tensors and arrays, with checks (FORMAT.md 3.2)."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ Array = np.ndarray[Any, Any]
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`; raise FormatError if a bool is a byte other than 0 or 1.
-
-    Hazard: torch would compute wrong results with such a bool.
-    """
+    """Return `tensor`. Raises FormatError if a bool is a byte other than 0 or 1."""
+    # Hazard: torch would compute wrong results with such a bool.
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).cpu().numpy().max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
     return tensor
@@ -36,17 +34,18 @@ ARRAY_NDIM = 64 if int(np.__version__.partition(".")[0]) >= 2 else NUMPY_NDIM  #
 
 @cache
 def _carrier(dtype: torch.dtype) -> tuple[np.dtype[Any], bool]:
-    """Return a numpy dtype that torch can convert, and whether the resulting tensor must then be viewed as `dtype`."""
+    """Return the array's dtype, and whether the tensor needs a view."""
     shared = SHARED.get(dtype)
     return (np.dtype(f"i{dtype.itemsize}"), True) if shared is None else (shared, False)
 
 
 def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: int = 0) -> torch.Tensor:
-    """View a writable buffer, starting at byte `begin`, as a tensor on the CPU, even if torch's default device is a GPU.
+    """View a writable buffer from byte `begin` on as a CPU tensor.
 
     Memory: aliases `buffer` and keeps it alive, unless the tensor is empty.
     """
     if 0 in shape:
+        # torch's default device may be a GPU
         return torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype).view(shape)
     if len(shape) > NUMPY_NDIM:
         return torch.frombuffer(buffer, dtype=dtype, count=math.prod(shape), offset=begin).view(shape)
@@ -57,7 +56,7 @@ def view_tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...], begin: 
 
 
 def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin: int = 0) -> Array:
-    """View a writable buffer, starting at byte `begin`, as an array.
+    """View a writable buffer from byte `begin` on as an array.
 
     Memory: aliases `buffer` and keeps it alive, unless the array is empty.
     """
@@ -65,10 +64,8 @@ def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin:
 
 
 def check_array(array: Array) -> Array:
-    """Return `array`; raise FormatError for a bool other than 0 or 1, or for text beyond Unicode.
-
-    Hazard: numpy does not check these values.
-    """
+    """Return `array`. Raises FormatError for a bool other than 0 or 1, or for text beyond Unicode."""
+    # Hazard: numpy does not check these values.
     if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise FormatError("a bool array holds bytes other than 0 and 1")
     if array.dtype.kind == "U" and array.size and int(array.reshape(-1).view("<u4").max()) > _MAX_CODE_POINT:
@@ -77,7 +74,7 @@ def check_array(array: Array) -> Array:
 
 
 class _Exposed:
-    """Memory that numpy views as a writable array, even if it is read-only."""
+    """Memory that numpy views as writable, even if it is read-only."""
 
     # from an array that is not writable, torch.from_numpy makes a tensor only with a warning
 

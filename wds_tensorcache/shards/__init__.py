@@ -1,1 +1,1 @@
-"""Shards, which are tar files: headers, member names, indexes, manifests, and reads of single samples (FORMAT.md 1, 4)."""
+"""Tar shards: headers, names, indexes, manifests, and samples (FORMAT.md 1, 4)."""

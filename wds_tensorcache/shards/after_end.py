@@ -1,4 +1,4 @@
-"""Check the bytes after the end of an archive: only zeros, an index, or both may follow.
+"""Checks of the bytes after the end of an archive. Only zeros, an index, or both may follow.
 
 Hazard: readers stop at the first block of zeros. If zeros overwrote a header, or another tar follows, more members come after
 the zeros. A copy or an index of the members before the zeros would lose them.
@@ -28,7 +28,7 @@ REMOTE_REMEDY = f"for a copy on a local disk, {_REMEDY}"
 
 
 def find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatError | None:
-    """Return the error for zeros from byte `end` on if the manifest lists more samples for this shard; otherwise None."""
+    """Return an error if the manifest lists samples that zeros have overwritten. The zeros begin at byte `end`."""
     if nbytes - end < _MIN_LOST_NBYTES:
         return None
     folder, name = os.path.split(os.path.abspath(path))
@@ -42,7 +42,7 @@ def find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatEr
 
 
 def load_whole(path: str) -> ShardIndex:
-    """Load the index of a shard; raise FormatError as `load_index` and `check_end` do."""
+    """Load the index of a shard, and check its end. Raises FormatError as `load_index` and `check_end` do."""
     file = ShardFile(path)
     try:
         index = load_index(file)
@@ -54,7 +54,7 @@ def load_whole(path: str) -> ShardIndex:
 
 
 def check_end(file: File, end: int, num_samples: int) -> None:
-    """Raise TarFormatError if the bytes after the end of the archive are unknown, or if members were lost there.
+    """Raise TarFormatError for unknown bytes or lost members after the archive.
 
     `end` and `num_samples` come from the index of the shard.
     """
@@ -89,7 +89,7 @@ def check_end(file: File, end: int, num_samples: int) -> None:
 
 
 def first_nonzero(file: File, begin: int, end: int) -> int | None:
-    """Return the offset of the first byte in `[begin, end)` that is not zero; None if all bytes are zero."""
+    """Return the offset of the first byte other than zero in `[begin, end)`."""
     for at in range(begin, end, _CHUNK_NBYTES):
         chunk = file.read(at, min(at + _CHUNK_NBYTES, end))
         rest = chunk.lstrip(b"\0")

@@ -1,4 +1,4 @@
-"""Build and read `NAME.idx`, DALI's index of a shard."""
+"""`NAME.idx`, DALI's index of a shard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def list_members(index: ShardIndex) -> list[list[ListedMember]]:
 
 
 def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
-    """Return a DALI index of version 1.2 for samples with these members, byte for byte as DALI's own `wds2idx` writes it.
+    """Build a DALI index (v1.2) with the same bytes as DALI's `wds2idx`.
 
     Raises:
         InvalidKeyError: A sample has no members, a name contains white space, or an extension is empty.
@@ -51,7 +51,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
 
 
 def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
-    """Write DALI's index of a shard; raise errors as `build_dali_index` does and, in a local folder, `check_replaceable`."""
+    """Write DALI's index of a shard. Raises errors as `build_dali_index` and, in a local folder, `check_replaceable` do."""
     name = dali_index_path(shard)
     if not folder.is_remote:
         check_replaceable(folder.locate(name))
@@ -59,7 +59,7 @@ def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
 
 
 def split_lines(content: bytes) -> tuple[int, list[str]]:
-    """Return the number of fields per member, and a line for each sample; raise FormatError if the first line is wrong."""
+    """Return the number of fields per member, and each sample's line. Raises FormatError if the first line is wrong."""
     first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
     head = _fields_of(first)
     width = _WIDTHS.get("".join(head[:1]), 0)
@@ -70,13 +70,14 @@ def split_lines(content: bytes) -> tuple[int, list[str]]:
 
 
 def split_line(line: str, width: int) -> list[list[str]]:
-    """Return the fields of each member in a line; the last member of a damaged line may have fewer than `width`."""
+    """Return the fields of each member in a line. A damaged line may end with fewer than `width` fields."""
     fields = _fields_of(line)
     return [fields[at : at + width] for at in range(0, len(fields), width)]
 
 
 def check_replaceable(*paths: str) -> None:
-    """Raise FileExistsError if one of the paths is a tar or not an ordinary file: an index must not replace it."""
+    """Raise FileExistsError if a path is a tar, folder or device."""
+    # Hazard: an index could replace a shard.
     for path in filter(os.path.exists, paths):
         if not os.path.isfile(path):
             raise FileExistsError(f"{path} is not a file, but the index of a shard needs this name; move it away")

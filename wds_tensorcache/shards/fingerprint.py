@@ -1,4 +1,4 @@
-"""Check fingerprints, which record the model, revision, dtype, scaling, crop, … with which a cache was made."""
+"""Checks of fingerprints. A fingerprint records how a cache was made: its model, revision, dtype, scaling, crop, …"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ as_text = json.JSONEncoder(sort_keys=True).encode
 
 
 def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields as JSON reads them back; for example, tuples become lists.
+    """Return the fields as JSON reads them back, with tuples as lists.
 
     Raises:
         TypeError, ValueError: `fields` is not a mapping with str keys, or JSON cannot represent a value.
@@ -33,7 +33,7 @@ def as_fingerprint(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fingerprint(where: str, stored: Mapping[str, Any] | None, expected: Mapping[str, Any]) -> None:
-    """Raise StaleCacheError unless a cache's fingerprint has all expected fields and values; it may have more fields."""
+    """Raise StaleCacheError unless `stored` contains all expected fields and values. It may contain more fields."""
     if stored is None:
         raise StaleCacheError(f"{where}: the cache has no fingerprint; expected {expected!r:.500}")
     for name, value in expected.items():
@@ -44,7 +44,7 @@ def check_fingerprint(where: str, stored: Mapping[str, Any] | None, expected: Ma
 
 
 def check_same(where: str, stored: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> None:
-    """Raise StaleCacheError unless the fingerprint `stored` in a cache equals the new samples' fingerprint, `expected`."""
+    """Raise StaleCacheError unless `stored` equals `expected`, the new samples' fingerprint."""
     if as_text(stored) != as_text(expected):
         check_fingerprint(where, stored, expected or {})
         raise StaleCacheError(f"{where} was made with {stored!r:.500}, the new samples are made with {expected!r:.500}")

@@ -1,4 +1,4 @@
-"""Serialize an index: as a footer after a shard's end-of-archive marker, or as a separate file, the sidecar (FORMAT.md 4)."""
+"""A shard's index as a footer or sidecar (FORMAT.md 4). A footer follows the end-of-archive marker, a sidecar is a file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ORIGINALS = ("rows", "text", "ends")
 
 
 def build_footer(index: ShardIndex, shard_nbytes: int | None = None) -> bytes:
-    """Return the sidecar of a shard of `shard_nbytes` bytes, or the footer of the shard if `shard_nbytes` is None.
+    """Serialize an index as a footer or, with `shard_nbytes`, as a sidecar.
 
     The footer is b"" if readers would refuse it as too long: they scan a shard without a footer.
     """
@@ -87,7 +87,7 @@ def _digest(body: bytes | memoryview, numbers: tuple[int, int, int]) -> int:
 
 
 class Trailer(NamedTuple):
-    """The last bytes of a footer or sidecar, which locate the index and the end of the archive."""
+    """The last bytes of a footer or sidecar, which locate the index."""
 
     begin: int  # offset of the index in its file
     end: int  # offset of the end-of-archive marker in the shard
@@ -96,9 +96,9 @@ class Trailer(NamedTuple):
 
 
 def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> Trailer | None:
-    """Return the trailer at the end of a shard or sidecar of `nbytes` bytes; its index may be stale or damaged.
+    """Return the trailer that ends a shard or sidecar of `nbytes` bytes.
 
-    Return None if the last bytes are not a trailer, or if it declares another length of the shard than a given `shard_nbytes`.
+    Its index may be stale or damaged. None without a trailer, or if it declares another length than a given `shard_nbytes`.
     """
     tail = read(max(0, nbytes - TRAILER_NBYTES), nbytes)
     if len(tail) < TRAILER_NBYTES or not tail.endswith(MAGIC):
@@ -111,7 +111,7 @@ def read_trailer(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: i
 
 
 def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: bytes | None = None) -> ShardIndex | None:
-    """Return the index at the end of a shard; None if it is missing, stale or damaged.
+    """Return the index in a footer; None if missing, stale or damaged.
 
     `tail` contains the last bytes of the shard if the caller has read them. Raises FormatError as `parse_index` does, and if
     the index is too long for the shard.
@@ -137,7 +137,7 @@ def read_footer(read: Callable[[int, int], bytes], shard_nbytes: int, tail: byte
 
 
 def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int | None = None) -> ShardIndex | None:
-    """Return the index at the end of a shard or sidecar, even if the shard has changed since.
+    """Return the index in a shard or sidecar, even if stale.
 
     The caller must compare every entry with the shard. Returns None and raises FormatError as `parse_index` does.
     """
@@ -146,7 +146,7 @@ def read_index(read: Callable[[int, int], bytes], nbytes: int, shard_nbytes: int
 
 
 def parse_index(content: bytes, shard_nbytes: int) -> ShardIndex | None:
-    """Return the index in a sidecar, or in a footer without its zeros; None if damaged, or if the shard has another length.
+    """Parse a sidecar, or a footer without its zeros. None if it is damaged, or if the shard has another length.
 
     Raises:
         FormatError: The digest of the index matches, but its content breaks a rule of FORMAT.md 4.

@@ -1,9 +1,9 @@
-"""The index of a shard as arrays of keys, offsets, lengths and layouts, without a Python object per sample.
+"""A shard's index as arrays, without a Python object per sample.
 
 A *layout* is the content of a safetensors header. Each distinct layout is stored once and has a number. Layouts with the
 same *form* (names, dtypes, numbers of dimensions, references) differ only in shapes and in the offset of the first tensor.
-In most shards of up to 4 GiB, a sample takes 22 to 24 bytes plus its key: 4 for the end of the key, 8 for the offsets of its
-two members, and 8 for the digest. The length of the skeleton and the number of the layout take 1 or 2 bytes each.
+In most shards of up to 4 GiB, a sample takes 22 to 24 bytes plus its key. The end of the key takes 4, the offsets of its two
+members 8, and the digest 8. The length of the skeleton and the number of the layout take 1 or 2 bytes each.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _LIMIT = 1 << 62  # offsets, dimensions and sizes must be smaller, so that the s
 
 
 def narrow(values: Sequence[int] | Array) -> Array:
-    """Return non-negative integers as an array of the narrowest unsigned dtype that holds them all."""
+    """Convert non-negative integers to the narrowest unsigned dtype."""
     array = np.asarray(values, np.uint64)
     return array.astype(np.min_scalar_type(int(array.max())) if len(array) else np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class MemberColumns:
-    """All members with one suffix: offsets and lengths of their contents in bytes, in the order of the samples."""
+    """All members with one suffix, in the order of the samples. Offsets and lengths of contents are in bytes."""
 
     rows: Array | None  # the number of each member's sample, ascending; None if all samples have a member
     begin: Array
     nbytes: Array
 
     def find(self, rows: Array) -> Array:
-        """Return the position of each sample's member in these columns; -1 for a sample without such a member."""
+        """Return each sample's position in these columns, int64; -1 if missing."""
         rows = rows.astype(np.int64)  # the dtype of another column may be too narrow for the last row of this column
         if self.rows is None:
             return rows
@@ -144,7 +144,7 @@ class Origins:
 
     @classmethod
     def of(cls, samples: Iterable[tuple[int, str | None]]) -> Origins | None:
-        """Return the origins of samples, each as `ShardIndex.origin` returns it; None if all are unknown."""
+        """Build from results of `ShardIndex.origin`; None if all are unknown."""
         digests, rows, ends, text = array("Q"), array("Q"), array("Q"), bytearray()
         for row, (digest, name) in enumerate(samples):
             digests.append(digest)
@@ -168,7 +168,7 @@ class Origins:
 
 @dataclass(frozen=True, slots=True)
 class MemberTable:
-    """All members of a shard in the order of their offsets, as int64 arrays."""
+    """All members of a shard by ascending offset, as int64 arrays."""
 
     suffixes: list[str]
     caches: list[CacheColumns | None]  # the cache of each suffix; None if a suffix belongs to no cache
@@ -218,7 +218,7 @@ class ShardIndex:
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
     def origin(self, row: int) -> tuple[int, str | None]:
-        """Return the digest of a sample's item, or 0, and its stored name, or None; raise FormatError if that is not UTF-8."""
+        """Return a sample's item digest (or 0) and stored name (or None). Raises FormatError if the name is not UTF-8."""
         origins = self.origins
         if origins is None:
             return 0, None
@@ -234,7 +234,7 @@ class ShardIndex:
             raise FormatError(f"the index has a name that is not UTF-8: {raw!r:.100}; {remedy}", kind="index") from exc
 
     def key(self, row: int) -> str:
-        """Return the key of a sample, as a `NamedKey` if the index contains its original name."""
+        """Return a sample's key, as a `NamedKey` if its name is stored. Raises FormatError as `origin` does."""
         key, name = self.keys[row], self.origin(row)[1] if self.has_names else None
         return key if name is None else NamedKey(key, name)
 
@@ -243,7 +243,7 @@ class ShardIndex:
         return self.origins is not None and len(self.origins.rows) > 0
 
     def origins_of(self, keys: Iterable[str]) -> Origins | None:
-        """Return the origins of the samples with these keys, in order; None if all are unknown, as without such keys."""
+        """Return the origins of these keys, in order. None if all are unknown, as the origins of missing keys are."""
         if self.origins is None:
             return None
         rows = {key: row for row, key in enumerate(self.keys)}
@@ -264,7 +264,7 @@ class ShardIndex:
         ]
 
     def members_in_order(self) -> MemberTable:
-        """Return all members in the order of their offsets, including the members of caches."""
+        """Return all members by ascending offset, including the members of caches."""
         everything, parts = np.arange(len(self.keys)), self.columns()
         begins = _concatenate(part[3] for part in parts)
         order = np.argsort(begins, kind="stable")
@@ -279,10 +279,8 @@ class ShardIndex:
         )
 
     def check(self) -> None:
-        """Raise FormatError if an offset is outside the archive, or if columns are inconsistent.
-
-        Hazard: an index may be hostile.
-        """
+        """Raise FormatError if offsets leave the archive or columns are inconsistent."""
+        # Hazard: an index may be hostile.
         num_samples = len(self.keys)
         # checked first: with ends of 2^63 or more, the lengths of keys could be wrong
         last = self.keys.ends.max().item() if num_samples else 0

@@ -1,4 +1,4 @@
-"""Build a shard's index sample by sample, while the shard is written or while it is scanned."""
+"""Builder of a shard's index, for its writer and for scans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wds_tensorcache.shards.tar import Scanner, find_header
 
 @dataclass(slots=True)
 class CacheEntry:
-    """One cache of one sample: byte offsets of its two members, and their layout, digest and references."""
+    """One cache of one sample, with byte offsets of its two members."""
 
     name: str
     skeleton_begin: int
@@ -130,10 +130,10 @@ class IndexBuilder:
 
 
 def scan_shard(read: Callable[[int, int], bytes], nbytes: int, path: str = "") -> ShardIndex:
-    """Return the index of a tar of `nbytes` bytes, from one pass over its tar headers, skeletons and safetensors headers.
+    """Build the index of a tar of `nbytes` bytes in one pass.
 
-    The pass also looks for a tar header after the end of the archive. With `path`, links in the tar cause a warning. Raises
-    FormatError if the tar, a preamble or a header is damaged, or if a member is missing or occurs twice.
+    The pass reads tar headers, skeletons and safetensors headers, and looks for a tar header after the archive. With `path`,
+    links in the tar cause a warning. Raises FormatError for damage, missing members, and keys or members that occur twice.
     """
     scanner = Scanner(read, nbytes)
     builder = IndexBuilder()

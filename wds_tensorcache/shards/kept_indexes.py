@@ -1,4 +1,4 @@
-"""A folder of indexes of remote shards, so that later runs and other processes need not fetch them again.
+"""Indexes of remote shards in a folder, for later runs and processes.
 
 The name of a file contains a digest of the shard's url. A file contains one line of JSON (`_head`), then the index in the form
 of a sidecar (FORMAT.md 4).
@@ -34,7 +34,7 @@ _PRUNES_EVERY = 64  # about one of this many writes adds up the files
 
 
 def default_folder() -> str | None:
-    """Return the folder of kept indexes; None if it is switched off, or if this user has no home.
+    """Return the folder of kept indexes. None if it is switched off, or if this user has no home.
 
     `$TENSORCACHE_INDEXES` names the folder, or is `off`. The default is a folder in `$XDG_CACHE_HOME` or `~/.cache`.
     """
@@ -50,7 +50,7 @@ def default_folder() -> str | None:
 
 
 class KeptIndexes:
-    """Indexes of remote shards in a folder that any number of processes may share.
+    """A folder of remote shards' indexes, shared by any number of processes.
 
     If the folder cannot be used, indexes are requested again. The first write, and some later ones, remove the least recently
     used indexes if all together exceed `max_nbytes`.
@@ -69,11 +69,11 @@ class KeptIndexes:
         return os.path.join(self.folder, digest[:40] + _SUFFIX)
 
     def has(self, url: str) -> bool:
-        """Return whether the folder contains an index of a shard; the index may be stale."""
+        """Return whether the folder contains an index of a shard. The index may be stale."""
         return os.path.exists(self._path(url))
 
     def read(self, url: str, info: ObjectInfo) -> ShardIndex | None:
-        """Return the index of a shard; None if the folder has no index for `info`, the state of the shard."""
+        """Return the kept index of a shard in the state `info`."""
         index = None
         # a file that is damaged, or not of this package: fetch the index again
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -90,9 +90,10 @@ class KeptIndexes:
         return index
 
     def write(self, url: str, info: ObjectInfo, footer: bytes, *, digest: str | None = None) -> None:
-        """Store `footer`, an index serialized as a sidecar, unless it is too long, `info` has no tag, or the disk fails.
+        """Store `footer`, a shard's index in the form of a sidecar.
 
-        `digest` is the digest of the shard's own index. The bytes of that index may differ from `footer`.
+        Nothing is stored if it is too long, `info` has no tag, or the disk fails. `digest` is the digest of the shard's own
+        index, whose bytes may differ from `footer`.
         """
         line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
         is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > self.max_nbytes // _MIN_FILES
@@ -106,7 +107,7 @@ class KeptIndexes:
                 self._prune()
 
     def _prune(self) -> None:
-        """If the files exceed `max_nbytes`, remove the least recently used files until they take nine tenths of it."""
+        """Remove the least recently used files if all together exceed `max_nbytes`."""
         remove_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}")
         kept = []
         with os.scandir(self.folder) as entries:

@@ -1,4 +1,4 @@
-"""Store the keys of a shard as arrays, and look up keys in many shards, without a Python object per key."""
+"""Arrays of keys and their lookup, without a Python object per key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Keys:
         return cls(np.frombuffer(b"".join(raws), np.uint8), np.array([*accumulate(map(len, raws))], np.uint64))
 
     def without_dots(self) -> Keys:
-        """Return the keys without a leading `./`, which an older index has for all samples of a tar of `tar -c .`."""
+        """Return the keys without leading `./`."""
+        # an older index of a tar of `tar -c .` has `./` before all keys
         if not len(self) or not self.raw(0).startswith(b"./"):
             return self
         return Keys.of([strip_dots(raw) for raw in self.raws()])
@@ -70,10 +71,7 @@ class Keys:
         return np.diff(self.ends.astype(np.int64), prepend=0)
 
     def ascending(self, rows: Array | None = None) -> Array | None:
-        """Return the keys as an array of bytes if all keys have the same length and ascend; otherwise None.
-
-        numpy removes zeros at the end of each key.
-        """
+        """Return equally long, ascending keys as a bytes array; otherwise None. numpy removes zeros at the end of each key."""
         nbytes, rest = divmod(len(self.text), len(self) or 1)
         if not nbytes or rest or (self.lengths() != nbytes).any():
             return None
@@ -82,13 +80,13 @@ class Keys:
         return column if (column[1:] > column[:-1]).all() else None
 
     def extents(self, rows: Array | None = None) -> tuple[Array, Array]:
-        """Return the offset of each key in `text`, and its length in bytes, both int64."""
+        """Return each key's offset in `text` and its length in bytes, int64."""
         lengths = self.lengths()
         begins = self.ends.astype(np.int64) - lengths
         return (begins, lengths) if rows is None else (begins[rows], lengths[rows])
 
     def hashes(self, rows: Array | None = None) -> Array:
-        """Return the `_hash` of each key, uint64; there must be at least one key."""
+        """Return the `_hash` of each key, uint64. There must be at least one key."""
         begins, lengths = self.extents(rows)
         words, firsts = _words(self.text, begins, lengths)
         factors = _factors(int(lengths.max()) // _WORD_NBYTES + 2)
@@ -98,10 +96,7 @@ class Keys:
 
 
 def _words(text: Array, begins: Array, lengths: Array) -> tuple[Array, Array]:
-    """Return the words of all keys, uint32, and the position of each key's first word.
-
-    Zeros complete the last word of a key.
-    """
+    """Return the words (uint32) of all keys, and each key's first position."""
     # the 4 bytes at each offset of the text as one number
     windows: Array = np.ndarray(
         len(text) + 1, "<u4", np.concatenate([text, np.zeros(_WORD_NBYTES, np.uint8)]), strides=(1,)
@@ -110,14 +105,16 @@ def _words(text: Array, begins: Array, lengths: Array) -> tuple[Array, Array]:
     firsts = np.cumsum(counts) - counts
     offsets = np.repeat(begins - _WORD_NBYTES * firsts, counts) + _WORD_NBYTES * np.arange(counts.sum())
     words: Array = windows[offsets]
+    # zeros complete the last word of a key
     words[firsts + counts - 1] &= ((1 << 8 * (lengths % _WORD_NBYTES)) - 1).astype(np.uint32)
     return words, firsts
 
 
 def _hash(raw: bytes) -> int:
-    """Return the 64-bit hash of a key: the sum of its length and its words, each times a secret factor."""
-    # Hazard: a hostile shard could contain keys with equal hashes, which are slow to look up. Two keys have the same upper 32
-    # bits with a probability of at most 2^-31, if the factors are random and unknown (multilinear hashing).
+    """Return the 64-bit hash of a key."""
+    # The sum of the length and the words, each times a secret factor. Hazard: a hostile shard could contain keys with equal
+    # hashes, which are slow to look up. Two keys have the same upper 32 bits with a probability of at most 2^-31, if the
+    # factors are random and unknown (multilinear hashing).
     count = len(raw) // _WORD_NBYTES + 1
     words = unpack(f"<{count}I", raw.ljust(_WORD_NBYTES * count, b"\0"))
     total: int = sum(map(mul, (len(raw), *words), _factors(count + 1).tolist()))
@@ -131,7 +128,7 @@ def _factors(count: int) -> Array:
 
 
 class KeyTable:
-    """A table of the positions of samples by key, across all shards of a cache.
+    """The positions of samples by key, across all shards of a cache.
 
     Keys are found by bisection if all ascend and each shard's keys have one length, otherwise by their hashes.
     """
@@ -150,7 +147,7 @@ class KeyTable:
         self._packed = self._pack() if self._columns is None else np.empty(0, np.uint64)
 
     def _pack(self) -> Array:
-        """Return the hashes of the keys, ascending. The position of a key replaces the low bits of its hash."""
+        """Return the hashes of the keys, ascending, with positions as low bits."""
         packed = np.empty(self._starts[-1], np.uint64)
         for (keys, rows), (first, last) in zip(self._parts, pairwise(self._starts), strict=True):
             packed[first:last] = (keys.hashes(rows) & ~self._mask) | np.arange(first, last, dtype=np.uint64)
@@ -158,7 +155,7 @@ class KeyTable:
         return packed
 
     def find(self, key: str) -> list[int]:
-        """Return the positions of the samples with this key, ascending: at most one per shard.
+        """Return the ascending positions of a key, at most one per shard.
 
         If there are none, look up the key that an earlier version of `safe_key` made of the same name.
         """

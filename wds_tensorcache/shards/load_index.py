@@ -1,4 +1,4 @@
-"""Load the index of a shard: from its footer, otherwise from its sidecar `PATH.index`, otherwise by a scan."""
+"""Indexes of shards, from footers, sidecars (`PATH.index`) or scans."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _Parsed = TypeVar("_Parsed")
 
 
 def load_index(file: File) -> ShardIndex:
-    """Return the index of a shard from its footer, else its sidecar, else a scan; raise FormatError if the shard is damaged."""
+    """Load a shard's index from footer, sidecar or scan, in this order. Raises FormatError if the shard is damaged."""
     index = find_index(file, lambda: _read_sidecar(file.path))
     return scan(file) if index is None else index
 
 
 def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: bytes | None = None) -> ShardIndex | None:
-    """Return the index of a shard from its footer, otherwise from its sidecar; None if neither is valid.
+    """Return a shard's index from its footer, else its sidecar.
 
-    `tail` contains the last bytes of the shard if the caller has read them. Raises FormatError if the index is malformed, or if
-    the sidecar does not match the shard.
+    None if neither is valid. `tail` contains the last bytes of the shard if the caller has read them. Raises FormatError if the
+    index is malformed, or if the sidecar does not match the shard.
     """
     try:
         index = read_footer(file.read, file.nbytes, tail)
@@ -42,7 +42,7 @@ def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: by
 
 
 def scan(file: File) -> ShardIndex:
-    """Build the index of a shard; raise errors as `scan_shard` does. Cost: a remote shard is read as a whole."""
+    """Build the index of a shard. Raises errors as `scan_shard` does. Cost: a remote shard is read as a whole."""
     from wds_tensorcache.shards.index_builder import scan_shard
 
     try:
@@ -58,7 +58,7 @@ def _read_sidecar(path: str) -> bytes | None:
 
 
 def parse_both(file: File, parse: Callable[[File], _Parsed | None], *, lenient: bool = False) -> Iterator[_Parsed]:
-    """Yield the results of `parse` for a shard and, if the shard is local, for its sidecar.
+    """Yield the results of `parse` for a shard and its local sidecar.
 
     Skip a result that is None, a FormatError and, if `lenient`, an OSError.
     """
@@ -72,10 +72,8 @@ def parse_both(file: File, parse: Callable[[File], _Parsed | None], *, lenient: 
 
 
 def check_sidecar(index: ShardIndex, file: File) -> None:
-    """Raise FormatError unless a sidecar matches the tar headers of three samples: the first, the middle and the last.
-
-    Hazard: another shard of the same length may have replaced the shard, but not its sidecar.
-    """
+    """Raise FormatError unless a sidecar matches three of the shard's tar headers."""
+    # Hazard: another shard of the same length may have replaced the shard, but not its sidecar.
     columns = index.columns()
     if not columns:
         return

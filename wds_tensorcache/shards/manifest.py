@@ -36,21 +36,22 @@ _MIN_VALUE_NBYTES, _NUM_SHORT = 6, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """The entry of one shard in a manifest; `url` is relative to the manifest's folder. Unknown fields are None."""
+    """The entry of one shard in a manifest. Unknown fields are None."""
 
-    url: str
+    url: str  # relative to the manifest's folder
     num_samples: int  # including samples without a cache
     nbytes: int  # length of the whole file
     digest: str | None = None  # of the index, as `stored_digest` returns it
 
     def is_listed(self, listed: ShardEntry | None) -> bool:
-        """Return whether `listed`, the entry in a manifest, equals this entry except for the digest, which old writers omit."""
+        """Return whether `listed`, from a manifest, equals this entry except the digest."""
+        # old writers omit the digest
         return listed is not None and replace(listed, digest=self.digest) == self
 
 
 @dataclass(frozen=True, slots=True)
 class FoundShard:
-    """A shard that the caller named, or that is in a folder or a manifest. Fields that do not apply are None."""
+    """A shard from the caller, a folder or a manifest. Fields that do not apply are None."""
 
     path: str  # path or url
     entry: ShardEntry | None = None  # in the manifest
@@ -63,9 +64,9 @@ class FoundShard:
 
 
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
-    """Return the shards of the manifest at a path or url, in order, and the value of its key `tensorcache`, `{}` by default.
+    """Read a manifest's shards, in order, and its key `tensorcache` (default `{}`).
 
-    Manifests from the wids tool are also accepted, except if they use `base` or `datasets`.
+    The manifest is at a path or url. Manifests from the wids tool are also accepted, except if they use `base` or `datasets`.
 
     Raises:
         FormatError: The file is not a valid manifest, uses `base` or `datasets`, or lists a file outside its folder.
@@ -87,10 +88,10 @@ def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:
 def locate_shards(
     path: str, entries: Iterable[ShardEntry], extra: Mapping[str, Any] | None = None
 ) -> Iterator[FoundShard]:
-    """Yield a `FoundShard` for each of the `entries` of the manifest at `path`, in order.
+    """Yield a `FoundShard` for each entry of a manifest, in order.
 
-    Urls are relative to the folder of the manifest. The caches and fingerprints in `extra`, the value of the manifest's key
-    `tensorcache`, are added. Errors are stored in `FoundShard.error`, not raised.
+    Urls are relative to the folder of the manifest, which is at `path`. The caches and fingerprints in `extra`, the value of
+    the manifest's key `tensorcache`, are added. Errors are stored in `FoundShard.error`, not raised.
     """
     firsts: dict[Any, str] = {}  # the first url of each file
     is_remote = is_url(path)
@@ -130,12 +131,13 @@ def locate_shards(
 
 
 def shard_url(folder: str, listed: str) -> str:
-    """Return the url of the shard that a manifest lists as `listed`; `folder` is the url of the manifest's folder.
+    """Return the url of the shard that a manifest lists as `listed`.
 
-    Hazard: a hostile manifest could make readers send requests, perhaps with credentials, to another host or folder, run a
-    command, or open local files. So `listed` must be a path relative to the folder, not percent-encoded, or the url of an
-    object in the folder. Any other value raises FormatError.
+    `folder` is the url of the manifest's folder. `listed` must be a path relative to the folder, not percent-encoded, or the
+    url of an object in the folder. Any other value raises FormatError.
     """
+    # Hazard: a hostile manifest could make readers send requests, perhaps with credentials, to another host or folder, run a
+    # command, or open local files.
     if _PLAIN(listed):  # most shards of large manifests
         return keep_secrets(folder, f"{folder}/{listed}")
     name = listed.removeprefix(f"{folder}/") if "://" in listed else listed
@@ -166,7 +168,7 @@ def _status(entry: ShardEntry, shard: str) -> os.stat_result:
 
 
 def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> tuple[Any, Any]:
-    """Return the caches and the fingerprint that the manifest lists for the shard at `path`, or None for each."""
+    """Return a shard's caches and fingerprint in the manifest, None if missing."""
     caches, fingerprints = extra.get("caches", {}), extra.get("fingerprints", {})
     counts = caches.get(entry.url) if isinstance(caches, dict) else None
     if counts is not None and not are_counts(counts):
@@ -179,7 +181,7 @@ def _parse_details(entry: ShardEntry, extra: Mapping[str, Any], path: str) -> tu
 
 
 def stored_digest(path: str) -> str | None:
-    """Return the digest of the index in a shard, or else in its sidecar; None if there is no index."""
+    """Return the index digest of a shard, or else of its sidecar."""
     from wds_tensorcache.shards.footer import read_trailer
     from wds_tensorcache.shards.load_index import parse_both
 
@@ -191,9 +193,9 @@ def stored_digest(path: str) -> str | None:
 def check_listed(
     path: str, entry: ShardEntry, manifest: str | None, *, num_samples: int | None = None, digest: str | None = None
 ) -> None:
-    """Raise FormatError if a shard's number of samples, or the digest of its index, differs from its entry in a manifest.
+    """Raise FormatError unless a shard matches its entry in a manifest.
 
-    `num_samples` and `digest` are None if they are unknown.
+    `num_samples` of the shard and `digest` of its index are None if they are unknown.
     """
     if num_samples not in (None, entry.num_samples):
         raise other_count(path, f"{num_samples} samples in all", entry.num_samples)
@@ -207,14 +209,14 @@ def check_listed(
 
 
 def other_count(path: str, counted: str, listed: int | None) -> FormatError:
-    """Return the error for a shard whose number of samples differs from the manifest; `counted` describes the shard."""
+    """Return the error for a sample count that differs from the manifest. `counted` describes the shard."""
     remedy = f"`tensorcache verify` (tc.verify){' of a local copy' * is_url(path)} reports whether the shard is damaged"
     remedy += f"; if it is not, run `tensorcache index {quote(path)}` (tc.write_index)"
     return FormatError(f"{counted}, but the manifest lists {listed}: one of the two is wrong; {remedy}").at(path)
 
 
 def are_counts(counts: Any) -> bool:
-    """Return whether a value in a manifest is an object whose values are numbers of samples, each at least 1."""
+    """Return whether a manifest's value maps names to sample counts above 0."""
     return isinstance(counts, dict) and all(type(count) is int and 0 < count < 1 << 63 for count in counts.values())
 
 
@@ -290,10 +292,10 @@ def _wrong(key: str, value: object, expected: str, kind: Kind = "index") -> Form
 
 @dataclass(slots=True)
 class Manifest:
-    """The content of a manifest: for each url the shard, the number of samples of each cache, and the fingerprint."""
+    """The content of a manifest: shards, caches and fingerprints by url."""
 
     entries: dict[str, ShardEntry] = field(default_factory=dict)
-    caches: dict[str, dict[str, int]] = field(default_factory=dict)
+    caches: dict[str, dict[str, int]] = field(default_factory=dict)  # numbers of samples by name of the cache
     fingerprints: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     _spelled: dict[str, str] = field(init=False)  # maps `a.tar` to its url if that is `./a.tar`
@@ -304,12 +306,12 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
-        """Return the manifest of a folder, or an empty manifest; raise FormatError if it is malformed."""
+        """Read the manifest of a folder, or return an empty manifest. Raises FormatError if it is malformed."""
         return cls.parse(folder.read(MANIFEST), shown(folder.locate(MANIFEST)))
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
-        """Parse the content of the manifest at `path`, None for a missing file; raise FormatError if it is malformed."""
+        """Parse the manifest at `path`. `content` is None for a missing file. Raises FormatError if it is malformed."""
         try:
             entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:
@@ -320,7 +322,7 @@ class Manifest:
         return cls({entry.url: entry for entry in entries}, caches, fingerprints, extra)
 
     def fingerprint(self, name: str) -> Any:
-        """Return the fingerprint of the shard with this file name; None if the manifest has none."""
+        """Return the fingerprint of the shard with this file name, or None."""
         return self.fingerprints.get(self._spelled.get(name, name))
 
     def add(self, entry: ShardEntry, index: ShardIndex) -> None:
@@ -367,7 +369,7 @@ def change_manifest(folder: Folder, change: Callable[[Manifest], None]) -> None:
 
 
 def entry_of(path: str, index: ShardIndex, url: str | None = None) -> ShardEntry:
-    """Return the entry of a local shard; by default, `url` is the name of the file."""
+    """Return the entry of a local shard. By default, `url` is the name of the file."""
     digest = stored_digest(path)
     # A damaged footer may end with another digest than the sidecar that readers use instead.
     is_sure = index.digest in (None, digest)

@@ -1,4 +1,4 @@
-"""Read shards without a cache: a sample is a dict of its members as bytes, as webdataset yields it before decoding."""
+"""Shards without a cache. A sample is a dict of its members as bytes, as webdataset yields it before decoding."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NO_TENSORS = LayoutTable((form_of(()),), ((),), _ZERO, _ZERO, _ZERO[:0], ((),))
 
 
 class MemberSample(dict[str, Any]):
-    """A sample of a shard without a cache: `__key__`, `__url__`, and the bytes of each member by its suffix.
+    """A sample without a cache: `__key__`, `__url__`, and members' bytes by suffix.
 
-    `members` has the bytes alone. It stays the same if a dataset or a function changes the dict.
+    `members` contains the bytes alone. It stays the same if a dataset or a function changes the dict.
     """
 
     __slots__ = ("members",)

@@ -1,7 +1,4 @@
-"""Check the names of members against the rules of all tar readers (FORMAT.md 1), and find the two members of a cache.
-
-Paths of a shard's indexes are built here, too.
-"""
+"""Rules for the names of keys, members and caches (FORMAT.md 1). Also paths of a shard's indexes."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ is_plain_key = re.compile(rf"(?!__)[A-Za-z0-9_-]{{1,{_SAFE_LENGTH}}}", re.ASCII)
 
 
 def check_key(key: object) -> None:
-    """Raise InvalidKeyError if a key breaks a rule of FORMAT.md 1.2; its length is not checked."""
+    """Raise InvalidKeyError if a key breaks a rule of FORMAT.md 1.2. Its length is not checked."""
     if not isinstance(key, str) or not key:
         remedy = "number the samples, for example '000017'"
         raise InvalidKeyError(f"__key__ is {key!r:.100}, expected a non-empty str; {remedy}")
@@ -63,7 +60,7 @@ def check_key(key: object) -> None:
 
 
 class NamedKey(str):
-    """A key from `safe_key` with a hash in place of a long name. Writers store `original`, the name, in the index."""
+    """A key from `safe_key` with a hash instead of a long name. Writers store `original`, the name, in the index."""
 
     __slots__ = ("original",)
     original: str
@@ -78,10 +75,10 @@ class NamedKey(str):
 
 
 def safe_key(name: str) -> str:
-    """Return a legal key for any text, such as the path of a photo. Different texts get different keys.
+    """Return a legal key for any text, such as a photo's path. Different texts get different keys.
 
-    ASCII letters, digits, `-` and `_` stay as they are, and so does a `/` inside a path. The UTF-8 of all other characters is
-    percent-encoded as in a URL (RFC 3986), and so is the first `_` of a name that begins with `__`.
+    ASCII letters, digits, `-` and `_` stay as they are, and so does a `/` inside a path. All other characters are
+    percent-encoded as UTF-8, as in a URL (RFC 3986). So is the first `_` of a name that begins with `__`.
 
     The key has at most 88 characters, so that the names of its two members have at most 100 bytes. A longer key is cut to its
     first 38 characters, followed by 160 bits of the SHA-256 of `name`.
@@ -110,7 +107,7 @@ def hashed_key(name: str) -> NamedKey:
 
 
 def older_key(key: str) -> str | None:
-    """Return the key that earlier versions of `safe_key` made of a key's name; None if it is the same key, or unknown."""
+    """Return the key from earlier versions of `safe_key` for the same name. None if it is equal or unknown."""
     # earlier versions hashed all names whose key would have more than 80 characters
     with contextlib.suppress(InvalidKeyError):
         if _HASHED_LENGTH < len(key) <= _SAFE_LENGTH:
@@ -122,8 +119,8 @@ def original_name(key: str) -> str:
     """Return the text from which `safe_key` made a key.
 
     Raises:
-        InvalidKeyError: `safe_key` does not return such a key. Or the key contains only a hash of the text, and is not the
-            object that `safe_key` returned; `cache.original_name` returns the text of such a key.
+        InvalidKeyError: `safe_key` does not return such a key, or the key is a plain str that contains only a hash of the
+            text. `cache.original_name` returns the text of such a key.
         TypeError: `key` is not a str.
     """
     if not isinstance(key, str):
@@ -162,7 +159,7 @@ def _as_bytes(name: str) -> bytes:
 
 
 def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
-    """Raise InvalidKeyError if some reader would misread a member name `KEY.SUFFIX`."""
+    """Raise InvalidKeyError if a reader would misread a member name `KEY.SUFFIX`."""
     for suffix in suffixes:
         problem = None
         if suffix[:1] == "_":
@@ -178,7 +175,7 @@ def check_suffixes(key: str, suffixes: Iterable[str]) -> None:
 
 
 def split_member(name: str) -> tuple[str, str] | None:
-    """Return the key and the suffix in a member's name; None if the name does not have both."""
+    """Split a member's name into key and suffix, if it has both."""
     # Hazard: a hostile name may begin with thousands of `./`; the time must not grow with their square.
     folder, slash, last = (_DOTS.sub("", name) if name[:2] == "./" else name).rpartition("/")
     stem, dot, suffix = last.partition(".")
@@ -186,18 +183,18 @@ def split_member(name: str) -> tuple[str, str] | None:
 
 
 def strip_dots(name: bytes) -> bytes:
-    """Return a name without any leading `./`, which `tar -c .` puts before each name."""
+    """Remove each leading `./`, which `tar -c .` puts before names."""
     return _DOTS_OF_BYTES.sub(b"", name)
 
 
 def suffix_after(key: bytes, name: bytes) -> bytes | None:
-    """Return the suffix in the name of a member of the sample `key`; None if it is a member of another sample."""
+    """Return the suffix of member `name` if it belongs to sample `key`."""
     name = strip_dots(name)
     return name[len(key) + 1 :] if name.startswith(key + b".") else None
 
 
 def cache_name(name: str) -> str:
-    """Return `name` unchanged; raise InvalidKeyError if it cannot be the name of a cache."""
+    """Return `name` unchanged. Raises InvalidKeyError if it cannot be the name of a cache."""
     if not is_cache_name(name):
         raise InvalidKeyError(
             f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}; "
@@ -212,19 +209,19 @@ def is_cache_name(name: str) -> bool:
 
 
 def cache_of_field(field: str) -> str | None:
-    """Return the unchecked name of the cache in a field `NAME.tensorcache`; "" for `tensorcache`, None for other fields."""
+    """Return the cache's name, unchecked, in a field `NAME.tensorcache`. It is "" for `tensorcache`, None for other fields."""
     if field == FIELD:
         return ""
     return field[: -len(FIELD) - 1] if field.endswith("." + FIELD) else None
 
 
 def is_reserved(field: str) -> bool:
-    """Return whether a field name is reserved, because it ends like the suffix of a skeleton or the field of a cache."""
+    """Return whether a field name is reserved for skeletons or caches."""
     return field.lower().endswith((SKELETON, FIELD))
 
 
 def member_suffix(name: str, suffix: str) -> str:
-    """Return the suffix of a member of cache `name`, for `suffix` SKELETON or TENSORS."""
+    """Return the suffix of a cache's member. `suffix` is SKELETON or TENSORS."""
     return f"{name}.{suffix}" if name else suffix
 
 
@@ -239,7 +236,7 @@ class Half(NamedTuple):
 
 @lru_cache(maxsize=256)  # samples share a few suffixes
 def half_of(suffix: str) -> Half | None:
-    """Return the `Half` of a member with this lowercase suffix; None if the suffix belongs to no cache."""
+    """Return the `Half` with this lowercase suffix; None for other suffixes."""
     for half, other in ((SKELETON, TENSORS), (TENSORS, SKELETON)):
         if suffix.endswith(half):
             prefix = suffix[: -len(half)]
@@ -249,7 +246,7 @@ def half_of(suffix: str) -> Half | None:
 
 
 def find_half(suffix: str, members: Container[str], is_bound: Callable[[], bool], hint: str = APART) -> Half | None:
-    """Return the `Half` of a member of a sample; None if the member belongs to no cache.
+    """Return the `Half` of a member. None if it belongs to no cache.
 
     `suffix` and the suffixes in `members`, all members of the sample, are in lowercase. `is_bound` returns whether the member,
     a safetensors file, declares that it belongs to a skeleton. Raises FormatError if the other half is missing.
@@ -267,5 +264,5 @@ def sidecar_path(path: str) -> str:
 
 
 def dali_index_path(path: str) -> str:
-    """Return the path at which DALI's tools put the index of the shard at `path`."""
+    """Return DALI's path for the index of the shard at `path`."""
     return os.path.splitext(path)[0] + DALI_SUFFIX

@@ -1,4 +1,4 @@
-"""Load the index of a remote shard: from a folder of indexes, from an earlier run, from the shard, or from its sidecar."""
+"""Indexes of remote shards, from a folder, earlier runs, shards or sidecars."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _DENIED = (401, 403)  # of stores that do not distinguish missing objects from f
 
 @dataclass(frozen=True, slots=True)
 class RemoteIndexes:
-    """Places of the indexes of remote shards, besides the shards and their sidecars."""
+    """Places of remote shards' indexes, besides the shards and their sidecars."""
 
     folder: str | None = None  # path or url of a folder that contains `NAME.tar.index` for shards `NAME.tar`
     kept: KeptIndexes | None = None  # from earlier runs
 
     def load(self, file: File, num_samples: int | None = None, *, may_scan: bool = True) -> ShardIndex | None:
-        """Return the index of a shard; None if only a scan of the whole shard would give it, and `may_scan` is False.
+        """Load the index of a shard.
 
-        Cost: in most cases one request, for the state of the shard or for its last bytes. `num_samples` determines the
-        number of requested bytes.
+        None if only a scan of the whole shard would give it, and `may_scan` is False. Cost: in most cases one request, for the
+        state of the shard or for its last bytes. `num_samples` determines the number of requested bytes.
 
         Raises:
             MissingShardError: The shard does not exist.
@@ -65,7 +65,7 @@ class RemoteIndexes:
         return index
 
     def _in_folder(self, file: RemoteFile) -> ShardIndex | None:
-        """Return the index in `folder`, after `check_sidecar`; None if there is no valid index for a shard of this length."""
+        """Return the index in `folder` if it is valid for the shard."""
         name = name_of(file.url)
         if self.folder is None or "/" in name or "\\" in name:
             return None
@@ -89,7 +89,7 @@ class RemoteIndexes:
 
 
 def _read_if_allowed(read: Callable[[], bytes | None]) -> bytes | None:
-    """Return the index that `read` returns; None if there is none, or if the store denies access to it."""
+    """Call `read`; return None if the index is missing or denied."""
     try:
         return read()
     except FileNotFoundError:

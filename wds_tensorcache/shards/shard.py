@@ -1,4 +1,4 @@
-"""Read one cache of one shard: its index, the skeletons of its samples, and the bytes of their tensors."""
+"""One cache of one shard: index, skeletons, and bytes of tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ _BOUND = Struct("<QQ").pack  # length and digest of the `.safetensors` member, a
 
 
 class _Loaded(Generic[_T]):
-    """An attribute whose first use loads the shard's index. `__getattr__` would slow down all attributes of the shard."""
+    """An attribute whose first use loads the shard's index."""
 
+    # `__getattr__` would slow down all attributes of the shard
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
@@ -102,14 +103,14 @@ class Shard:
         return self._count
 
     def forms(self) -> list[tuple[Form, int]]:
-        """Return each form of the samples, and the row of a sample with this form."""
+        """Return the forms of the samples, each with a sample's row."""
         numbers, rows = np.unique(self.index.layouts.form[self.columns.layout], return_index=True)
         return [(self.index.layouts.forms[at], row) for at, row in zip(numbers.tolist(), rows.tolist(), strict=True)]
 
     def with_names(self) -> Shard:
-        """Return a copy of this shard whose index contains the further names of tensors.
+        """Return a copy of this shard, with further names in its index.
 
-        The shard is scanned for these names, because old indexes lack them. Raises FormatError if the index does not match.
+        The shard is scanned, because old indexes lack these names of tensors. Raises FormatError if the index does not match.
         """
         from wds_tensorcache.shards.load_index import scan
 
@@ -124,7 +125,7 @@ class Shard:
         return shard
 
     def load(self, *, may_scan: bool = True) -> bool:
-        """Load the index, and return True; without `may_scan`, return False for a remote shard without an index."""
+        """Load the index. Return False if `may_scan` is False and a remote shard has no index; otherwise True."""
         if not self.is_loaded:
             index = self._index or self._read_index(may_scan)
             if index is None:
@@ -164,7 +165,7 @@ class Shard:
         return index
 
     def find_unseen(self, index: ShardIndex) -> TarFormatError | None:
-        """Return the error for members that the scan for `index` did not see; None if nothing indicates such members."""
+        """Return an error if the scan for `index` missed members."""
         if index.hidden is not None:
             return hidden_members(index.end, index.hidden).at(self.path)
         # If zeros have overwritten members, and the footer with them, only the manifest lists these members. The numbers of
@@ -186,7 +187,7 @@ class Shard:
         return self.files.get(self.path)
 
     def sample_row(self, row: int) -> int:
-        """Return a sample's number among all samples of the shard, including samples without this cache."""
+        """Return a sample's number among all samples, with or without this cache."""
         rows = self.columns.rows
         return row if rows is None else rows.item(row)
 
@@ -203,12 +204,12 @@ class Shard:
         return layout
 
     def layouts_of(self, rows: Array) -> tuple[list[Layout], Array]:
-        """Return the distinct layouts of `rows`, and for each row the position of its layout among them."""
+        """Return the distinct layouts of `rows`, and each row's position in them."""
         _, first_rows, inverse = np.unique(self.columns.layout[rows], return_index=True, return_inverse=True)
         return [self.layout(row) for row in rows[first_rows].tolist()], inverse
 
     def sample(self, row: int, stored: bytes | None = None) -> Any:
-        """Return a sample with lazy tensors; raise FormatError if it is damaged, or UnsafeSkeletonError.
+        """Return a sample with lazy tensors. Raises FormatError if it is damaged, or UnsafeSkeletonError.
 
         Cost: one read, of the sample's skeleton, unless `stored` contains the bytes at `skeleton_extent`.
         """
@@ -222,7 +223,7 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def template(self, row: int, stored: bytes | None = None) -> Template | None:
-        """Return the template that matches a sample's skeleton, and remember it; None if no template matches."""
+        """Find and remember the template that matches a sample's skeleton."""
         number: int = self._template_numbers.item(row)
         if number:
             return self._templates[number - 1]
@@ -235,7 +236,7 @@ class Shard:
         return template
 
     def note_template(self, rows: int | Array, template: Template) -> None:
-        """Record that the skeletons of `rows` match `template`, unless 255 other templates are recorded."""
+        """Record the template of `rows`, up to 255 templates per shard."""
         # two threads may append at once, so the list may be longer, but a number must fit into 8 bits
         for number, noted in enumerate(self._templates[:_MAX_TEMPLATES], start=1):
             if noted is template:
@@ -247,7 +248,7 @@ class Shard:
             self.note_template(rows, template)
 
     def knows_template(self, row: int) -> bool:
-        """Return whether `template` can return the template of this sample without a read."""
+        """Return whether `template` needs no read for this sample."""
         return bool(self._template_numbers.item(row))
 
     def skeleton_extent(self, row: int) -> tuple[int, int]:
@@ -256,7 +257,7 @@ class Shard:
         return begin, begin + self.columns.skeleton_nbytes.item(row)
 
     def skeleton(self, row: int, layout: Layout | None = None, stored: bytes | None = None) -> tuple[bytes, int]:
-        """Return a sample's skeleton member, and the offset of the body in it; `stored` is as in `sample`."""
+        """Return a sample's skeleton member, and the offset of its body. `stored` is as in `sample`."""
         columns, layout = self.columns, layout or self.layout(row)
         digest = columns.digest.item(row)
         if stored is None:
@@ -272,13 +273,13 @@ class Shard:
             raise exc.at(f"{self.path}: sample {self.key(row)!r}") from exc
 
     def find_members(self, rows: Array, suffix: str) -> Array:
-        """Return the position of each sample's member among the members with this suffix; -1 if the sample lacks it."""
+        """Return each sample's position in `index.members[suffix]`, int64; -1 if it has none."""
         members = self.index.members.get(suffix)
         samples = rows if self.columns.rows is None else self.columns.rows[rows]
         return np.full(len(rows), -1) if members is None else members.find(samples)
 
     def member_extent(self, suffix: str, number: int) -> tuple[int, int]:
-        """Return the range of bytes of a member at a position that `find_members` returned."""
+        """Return a member's range of bytes. `number` is a position from `find_members`."""
         members = self.index.members[suffix]
         begin = members.begin.item(number)
         return begin, begin + members.nbytes.item(number)
@@ -290,7 +291,7 @@ class Shard:
         return content
 
     def skeletons(self, rows: Array, fetched: Iterable[bytes] | None = None) -> tuple[list[bytes], list[int]]:
-        """Return the skeleton members of samples, and the offsets of the bodies in them.
+        """Return the skeleton members of samples, and the offsets of their bodies.
 
         `fetched` contains the members if the caller has read them.
         """
@@ -360,12 +361,13 @@ class FileRange:
 
 
 class _UnpickledFile:
-    """The file of unpickled lazy tensors, which belong to no open cache. It must be the file with which they were pickled."""
+    """The file of unpickled lazy tensors, which belong to no open cache."""
 
     __slots__ = ("_files", "path")
     pool = Pool(1 << 28)
 
     def __init__(self, path: str, identity: Any) -> None:
+        # a file that has changed since the tensors were pickled is refused
         self.path, self._files = path, Files(identities={path: identity})
 
     @property

@@ -1,4 +1,4 @@
-"""Build, parse and scan tar headers (FORMAT.md 1). The scanner is faster and stricter than `tarfile`, and yields offsets."""
+"""Tar headers (FORMAT.md 1). The scanner is faster and stricter than `tarfile`, and yields offsets."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def is_meta_name(name: str) -> bool:
 
 
 def is_extended(header: bytes) -> bool:
-    """Return whether a header is extended: its content describes later members, as pax records or a long name do."""
+    """Return whether a header's content describes later members (pax, GNU long names)."""
     return header[156] in _EXTENDED_TYPES
 
 
@@ -118,7 +118,7 @@ def build_tar_header(name: str, nbytes: int) -> bytes:
 
 
 def rebuild_header(name: str, nbytes: int) -> bytes:
-    """Return a new header for a member whose header was lost, preceded by a pax header if name or size do not fit."""
+    """Return a new header for a member whose header was lost. A pax header precedes it if name or size do not fit."""
     if name.isascii() and len(name) <= _MAX_FIELD_NBYTES:
         return build_tar_header(name, nbytes)
     return _build_by_tarfile(name, nbytes)
@@ -137,7 +137,7 @@ def check_length(content: bytes, begin: int, end: int) -> None:
 
 
 def parse_number(field: bytes) -> int:
-    """Return the number in a field of a header, octal or GNU's base 256; 0 if it is blank, -1 if it is neither."""
+    """Parse a number field, octal or GNU's base 256. Return 0 if it is blank, -1 if it is neither."""
     if field[0] in (0x80, 0xFF):
         return int.from_bytes(field[1:], "big") - (256 ** (len(field) - 1) if field[0] == 0xFF else 0)
     digits = field.partition(b"\0")[0].strip()
@@ -145,10 +145,11 @@ def parse_number(field: bytes) -> int:
 
 
 def parse_records(content: bytes, begin: int) -> Records:
-    """Return path and size in pax records, each `LENGTH KEY=VALUE` and a line feed; raise TarFormatError for other bytes."""
+    """Return path and size in pax records. Raises TarFormatError for malformed records and sparse members."""
     records: Records = {}
     at = 0
     while at < len(content):
+        # a record is `LENGTH KEY=VALUE` and a line feed
         length = _RECORD_LENGTH.match(content, at)
         end = at + int(length[1]) if length else 0
         key, equals, value = content[length.end() : end - 1].partition(b"=") if length else (b"", b"", b"")
@@ -166,13 +167,13 @@ def parse_records(content: bytes, begin: int) -> Records:
 
 
 def _sum_of(header: bytes) -> int:
-    """Return the checksum of a header: the sum of its bytes, with 8 spaces in the field of the checksum."""
+    """Return the checksum of a header, with spaces in its own field."""
     halves = (adler32(header[:256]) & 0xFFFF) + (adler32(header[256:]) & 0xFFFF) - 2
     return halves - sum(header[148:156]) + 8 * 32
 
 
 def _refuse_other_file(head: bytes) -> None:
-    """Raise TarFormatError if the first bytes of a file show that it is compressed, or another kind of file."""
+    """Raise TarFormatError if the first bytes show another kind of file."""
     # Call this only if the bytes are not a header: the first member of a tar may have the name `BZh9.json`.
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
@@ -185,7 +186,7 @@ def _refuse_other_file(head: bytes) -> None:
 
 
 def unpack_remedy(compression: str, tars: str, source: str) -> str:
-    """Return the remedy for compressed tars; `source` is their path or pattern in a Python call."""
+    """Return the remedy for compressed tars. `source` is their path or pattern in a Python call."""
     # streams expand the formats that Python's own modules can expand
     source = source if compression in ("gzip", "bzip2", "xz") else f"['pipe:{compression} -dc PATH', …]"
     return f"unpack {tars} with `{_UNPACKERS[compression]}`, or read {tars} as a stream: tc.ResumablePipeline({source})"
@@ -205,9 +206,9 @@ class Header(NamedTuple):
 
 
 class Headers:
-    """A parser of the headers of a tar of `nbytes` bytes, in order.
+    """A parser of a tar's headers, in order.
 
-    `read(begin, end)` must return exactly the bytes `[begin, end)` of the tar.
+    The tar has `nbytes` bytes, and `read(begin, end)` must return exactly its bytes `[begin, end)`.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], nbytes: int) -> None:
@@ -218,7 +219,7 @@ class Headers:
         self._expected_at = -1  # after an extended header, the offset at which another header must follow
 
     def is_end(self, header: bytes, begin: int) -> bool:
-        """Return whether the archive ends at byte `begin`; raise TarFormatError if an extended header precedes the end."""
+        """Return whether the archive ends at byte `begin`. Raises TarFormatError if an extended header precedes the end."""
         if header.count(0) < BLOCK:
             return False
         if begin == self._expected_at:
@@ -226,7 +227,7 @@ class Headers:
         return True
 
     def parse(self, header: bytes, begin: int) -> Header:
-        """Parse the header at byte `begin`, and the content if it is extended; raise TarFormatError if either is damaged."""
+        """Parse the header at byte `begin`, with its content if extended. Raises TarFormatError if either breaks a rule."""
         checksum = _sum_of(header)
         if parse_number(header[148:156]) != checksum:
             if not begin:
@@ -274,7 +275,7 @@ class Headers:
 
 
 class Scanner:
-    """The ordinary files of one uncompressed tar: iterating yields name, offset and length of the content of each file.
+    """The ordinary files of one uncompressed tar. Iterating yields name, offset and length of the content of each file.
 
     The scanner skips directories, links, devices and names that webdataset reserves for its own metadata (`__…__`). It reads
     headers in windows of 256 KiB; after a large member, it reads 8 KiB. Only one iteration may run at a time.
@@ -301,7 +302,7 @@ class Scanner:
         self._next_window_nbytes = _MAX_WINDOW_NBYTES
 
     def peek(self, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)` of the tar, from the window or by a read. Memory: a copy."""
+        """Return the bytes `[begin, end)` of the tar, read if needed. Memory: a copy."""
         base = self._window_begin
         if base <= begin and end <= base + len(self._window):
             return self._window[begin - base : end - base]
@@ -326,8 +327,8 @@ class Scanner:
 
     def __iter__(self) -> Iterator[tuple[str, int, int]]:
         # Hot path: with small members, the number of Python operations determines the speed, so an ordinary header takes one
-        # struct, one int and one checksum. `Headers.parse` handles each header whose fields after the checksum (type, link,
-        # owner, prefix) differ from those of the last ordinary header, and all other unusual headers.
+        # struct, one int and one checksum. `Headers.parse` handles all unusual headers. A header is unusual if its fields after
+        # the checksum (type, link, owner, prefix) differ from those of the last ordinary header.
         headers = Headers(self.peek, self._nbytes)
         window, base, last = b"", 0, -1  # `last`: the last offset at which the window contains a whole header
         known_rest, known_sum = b"", 0
@@ -375,11 +376,11 @@ class Scanner:
 
 
 def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yield the possible names, lengths and header offsets of the member whose content starts at byte `begin` of a file.
+    """Yield the possible names, lengths and header offsets of one member.
 
-    The file has `nbytes` bytes. Extended headers before the member's own header may change its name, and their number is
-    unknown. So the function tries every possible first header.
+    Its content starts at byte `begin` of a file of `nbytes` bytes.
     """
+    # extended headers may change the name, and their number is unknown, so each possible first header is tried
     for blocks in range(1, _MAX_EXTENDED_BLOCKS):
         first, headers = begin - blocks * BLOCK, Headers(read, nbytes)
         at = first
@@ -402,7 +403,7 @@ def names_of(read: Callable[[int, int], bytes], begin: int, nbytes: int) -> Iter
 def find_header(
     read: Callable[[int, int], bytes], begin: int, end: int, accept: Callable[[bytes], bool] = is_header
 ) -> int | None:
-    """Return the offset of the first tar header in the bytes `[begin, end)` of a file; None if there is none.
+    """Return the offset of the first tar header in `[begin, end)`.
 
     `begin` is the offset of a block. `accept` returns whether a block with the magic `ustar` is such a header.
     """
@@ -414,7 +415,7 @@ def find_header(
 
 
 def find_header_in(blocks: bytes, accept: Callable[[bytes], bool] = is_header) -> int | None:
-    """Return the offset of the first block with the magic `ustar` that `accept` takes for a header; None if there is none."""
+    """Return the offset in `blocks` of the first tar header. `accept` is as in `find_header`."""
     at = blocks.find(_MAGIC)
     while at >= 0:
         begin = at - _MAGIC_BEGIN
@@ -425,6 +426,6 @@ def find_header_in(blocks: bytes, accept: Callable[[bytes], bool] = is_header) -
 
 
 def hidden_members(end: int, offset: int) -> TarFormatError:
-    """Return the error for a tar header at byte `offset`, after the end of the archive at byte `end`."""
+    """Return the error for a tar header after the archive's end."""
     problem = f"a tar header after the end of the archive at byte {end}: readers see no member from here on"
     return _error(f"{problem}; {HIDDEN_REMEDY}", offset, "trailing")

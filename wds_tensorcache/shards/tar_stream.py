@@ -1,4 +1,4 @@
-"""Read a tar from a stream, member by member, by the same rules as `Scanner`."""
+"""A tar read from a stream by the rules of `Scanner`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
 
 
 class TarStream:
-    """The ordinary files of a tar, plain or compressed with gzip, bzip2 or xz, by the rules of `Scanner`. Iterate once.
+    """The ordinary files of a tar in a stream, by `Scanner`'s rules. Iterate once. gzip, bzip2 and xz are decompressed.
 
     Iterating yields the name of each file, and a function that returns its content until the next file is requested.
 
@@ -60,7 +60,7 @@ class TarStream:
         skip: Callable[[int], int] | None = None,
         max_expanded_nbytes: int = MAX_EXPANDED_NBYTES,
     ) -> None:
-        # Offset of the current member's first header, at which another stream of this tar can begin; None if the tar is
+        # Offset of the current member's first header, at which another stream of this tar can begin. None if the tar is
         # compressed, or if a global header precedes the member.
         self.start: int | None = None
         self._stream = stream
@@ -93,7 +93,7 @@ class TarStream:
             block = self._take(BLOCK)
 
     def finish(self) -> TarFormatError | None:
-        """Return the error for a tar header after the end of the archive; None if the rest of the stream has none.
+        """Return an error if a tar header follows the archive.
 
         A compressed stream is read to its end. Raises TarFormatError if it is cut short, differs from its checksum, or expands
         too much.
@@ -177,12 +177,12 @@ class TarStream:
 
 
 class _Compressed:
-    """A compressed stream after its first bytes, `head`, were read. `nbytes` counts the bytes that it has returned."""
+    """A compressed stream of which `head` was already read."""
 
     def __init__(self, head: bytes, stream: Any) -> None:
         self._head = head
         self._stream = stream
-        self.nbytes = 0
+        self.nbytes = 0  # returned so far
 
     def read(self, nbytes: int = -1) -> Any:
         if self._head:

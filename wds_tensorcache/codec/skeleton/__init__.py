@@ -1,1 +1,1 @@
-"""Write the skeleton, which is the pickle of a sample, and read it safely and fast (FORMAT.md 2)."""
+"""Skeletons: pickles of samples, written, and read safely and fast (FORMAT.md 2)."""

@@ -1,4 +1,4 @@
-"""Limits on the work of a reader (FORMAT.md 2.6): nesting, bytes that calls copy, parts of dict keys and set elements.
+"""Limits on a reader's work (FORMAT.md 2.6): nesting, calls and keys.
 
 A pickle can fetch an object from its memo again and again. So a short skeleton can pass one long string to many calls, or one
 long key to many dicts. Keys other than str and bytes may have colliding hashes, so that building a dict takes quadratic time.
@@ -41,12 +41,12 @@ def check_depth(value: Any) -> None:
 
 
 def call_budget(nbytes: int) -> int:
-    """Return the limit on the sum of `call_cost` in a skeleton whose body has `nbytes` bytes."""
+    """Return the largest sum of `call_cost` in a body of `nbytes` bytes."""
     return 1_000_000 + 10 * nbytes
 
 
 def call_cost(arguments: Sequence[Any]) -> int:
-    """Return the cost of a call: the number of its arguments, plus roughly the bytes that it copies from them."""
+    """Return the number of arguments, plus roughly the bytes copied from them."""
     return len(arguments) + sum(map(_argument_cost, arguments))
 
 
@@ -57,7 +57,7 @@ def _argument_cost(argument: Any) -> int:
 
 
 def add_key_parts(num_parts: int, keys: Collection[Any]) -> int:
-    """Add the parts of `keys` to `num_parts`, the count for the skeleton so far, and return the sum.
+    """Return `num_parts`, the skeleton's count so far, plus the parts of `keys`.
 
     Call this before `keys` are added to a dict, set or frozenset.
 

@@ -1,4 +1,4 @@
-"""The opcodes of FORMAT.md 2.4, and the shortest encoding of each plain value.
+"""The opcodes of FORMAT.md 2.4, and the shortest encodings of plain values.
 
 The reader and the templates compare opcodes as integers; the writer joins the bytes in `CODE`.
 """
@@ -90,5 +90,5 @@ ATOM_WRITERS: dict[type, Callable[[Any], bytes]] = {
 
 
 def write_get(index: int) -> bytes:
-    """Return the opcode, with its argument, that pushes object `index` of the memo."""
+    """Return the opcode and argument that push object `index` of the memo."""
     return pack("<BB", BINGET, index) if index < 256 else pack("<BI", LONG_BINGET, index)

@@ -1,10 +1,10 @@
-"""Read a skeleton, which is the pickle of a sample: an interpreter for the pickle subset of FORMAT.md 2.4.
+"""An interpreter of skeletons, for the pickle subset of FORMAT.md 2.4.
 
-Python's own unpickler is unsafe even if `find_class` allows only listed names. It builds any object that its opcodes reach,
-allocates as much memory as the input claims to need, and lets callables escape as values. Here, each fetched callable must be
-called, or be the factory of a defaultdict. Builders check their arguments, and a length must not exceed the remaining bytes.
-To audit the reader, read this file, `types.py`, `limits.py` and `template.py`. A template reads a body only
-if this file has accepted an equal body with other plain values.
+A skeleton is the pickle of a sample. Python's own unpickler is unsafe even if `find_class` allows only listed names. It builds
+any object that its opcodes reach, allocates as much memory as the input claims to need, and lets callables escape as values.
+Here, each fetched callable must be called, or be the factory of a defaultdict. Builders check their arguments, and a length
+must not exceed the remaining bytes. To audit the reader, read this file, `types.py`, `limits.py` and `template.py`. A template
+reads a body only if this file has accepted an equal body with other plain values.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _run(body: bytes, pos: int, reference: Callable[[str], object], allow: Allow
 
 
 def _is_factory(args: tuple[Any, ...]) -> bool:
-    """Return whether the only argument is a builder, which must be the factory of a defaultdict."""
+    """Return whether the only argument is a builder, a defaultdict's factory."""
     return len(args) == 1 and args[0].__class__ is Builder
 
 

@@ -1,12 +1,12 @@
-"""Templates: a fast path for samples that differ from an earlier sample only in plain values and tensors.
+"""Templates: a fast path for samples with an earlier sample's structure.
 
 Most samples of a cache have the same structure: the same opcodes, with different numbers and strings between them. A template
 is the body of a skeleton without these numbers and strings.
 
 - *Reading.* A body that equals the template everywhere else differs only in plain values from a body that the interpreter
   (`reader.py`) has read. So the interpreter would accept it, too.
-- *Writing.* The body of a sample with the same structure is the template with the sample's values in it, byte for byte as
-  `SkeletonWriter` writes it.
+- *Writing.* The body of a sample with the same structure is the template with the sample's values in it. `SkeletonWriter`
+  would write the same bytes.
 
 A template is learned from a sample and its body by writing the sample again, which needs no second parser of pickles. A sample
 has no template if it contains anything but dicts whose keys are str or int, lists, tuples, plain values, tensors and *calls*. A
@@ -51,8 +51,8 @@ _TENSORS = (torch.Tensor, np.ndarray, LazyTensor, LazyArray)
 _FLOAT = Struct(">d").unpack_from
 _INT32 = Struct("<i").unpack_from
 _Build = Callable[[tuple[Any, ...]], Any]
-# Body of the skeleton; header without its digest, layout and buffers of the `.safetensors` member; strings of the references
-# in the order of the tensors' bytes, None if readers of the skeleton need `allow=`.
+# Body of the skeleton; header without its digest, layout and buffers of the `.safetensors` member. Last, strings of the
+# references in the order of the tensors' bytes, None if readers of the skeleton need `allow=`.
 Written = tuple[bytes, bytes, Layout, list[Any], "tuple[str, ...] | None"]
 
 
@@ -65,13 +65,13 @@ class Template:
 
     Attributes:
         segments: Bytes before each value, and bytes after the last value.
-        calls: For each call, the last one of the body first: the index of its first argument among the plain values, the number
-            of its arguments, and the function that takes their tuple and returns the value.
+        calls: Calls, the last one of the body first. A call is the index of its first argument among the plain values, the
+            number of its arguments, and a function. The function takes their tuple and returns the value.
         references: Strings of the references to tensors, in the order of the body.
         containers: For each container, inner containers first: its type, its keys if it is a dict, and a function that selects
             its items. The function gets a list of all values, then all tensors, then the containers built so far.
-        outline: For each container, in the order of the parts: its position among them, its type, and the number of parts up
-            to its last item. None if the body has calls or fetches a part from the memo: the template is for reading only.
+        outline: Containers in the order of the parts. A container is its position among them, its type, and the number of parts
+            up to its last item. None if the body has calls or fetches a part from the memo: the template is for reading only.
         keys: Keys of all dicts, in the order of the parts.
         select_values: Function that selects the plain values from the parts, in the order of the body.
         select_tensors: Function that selects the tensors from the parts, in the order of their bytes in the member.
@@ -96,7 +96,7 @@ class Template:
     texts: set[Any]
 
     def match(self, body: bytes, pos: int) -> Any:
-        """Return the values of a skeleton whose body starts at `pos`; `MISS` if the body does not match."""
+        """Return the values of a body that starts at `pos`, or `MISS`."""
         values: list[Any] = []
         append = values.append
         # one step per value
@@ -146,11 +146,11 @@ class Template:
         return len(self.segments) - 1 - sum(count - 1 for _, count, _ in self.calls)
 
     def build(self, parts: list[Any]) -> Any:
-        """Return the sample built from a list of all its values, then all its tensors; append its containers to the list."""
+        """Build a sample from a list of its values, then its tensors. Its containers are appended to the list."""
         return assemble(self.containers, parts)
 
     def write(self, sample: Any, align: int) -> Written | None:
-        """Return the content of both members; None if the sample does not match.
+        """Return the content of both members if the sample matches.
 
         Memory: aliases the sample's tensors.
         """
@@ -230,10 +230,7 @@ _plan_many = lru_cache(16)(_plan)  # takes up to a megabyte for each result
 
 
 def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> Any:
-    """Build containers from `parts`, and return the last container; for `containers`, see `Template`.
-
-    Each container is appended to `parts`.
-    """
+    """Build containers, append each to `parts`, and return the last. For `containers`, see `Template`."""
     for kind, keys, select in containers:
         if kind is dict:
             parts.append(dict(zip(keys, select(parts), strict=True)))
@@ -243,10 +240,7 @@ def assemble(containers: Iterable[tuple[type, Any, Any]], parts: list[Any]) -> A
 
 
 def _find_call(value: Any) -> tuple[int, _Build] | None:
-    """Return the number of plain values from which a value is built, and the function that builds it from their tuple.
-
-    Return None for a value that is not written as a call with plain values, or with one tuple of them.
-    """
+    """Return the number of a call's plain values, and its builder."""
     if type(value) not in LISTED:
         return None
     module, name, list_arguments = LISTED[type(value)]
@@ -263,14 +257,14 @@ def _build_size(sizes: tuple[Any, ...]) -> Any:
 
 
 def item_getter(indices: list[int]) -> Callable[[list[Any]], Iterable[Any]]:
-    """Return a function that takes a list and returns its items at `indices`."""
+    """Return a function that returns the items of a list at `indices`."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))
 
 
 class _MarkingWriter(SkeletonWriter):
-    """A writer that marks the positions of plain values, and does not read the bytes of tensors."""
+    """A writer that marks plain values, and reads no tensors."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -286,11 +280,11 @@ class _MarkingWriter(SkeletonWriter):
         return StorableTensor("tensor" if is_tensor else "ndarray", true, (), b"")
 
     def first_mark(self, mark: int) -> int:
-        """Return the mark of a value; if the value is fetched from the memo, the mark of the equal value before it."""
+        """Return the first mark of an equal value, or `mark` itself."""
         return self._gets.get(mark, mark + 1) - 1
 
     def has_constant_of(self, values: Iterable[int]) -> bool:
-        """Return whether the body fetches a key or another constant from one of the values at these marks."""
+        """Return whether a key or constant is fetched from these marks."""
         constants = {self._gets[index] - 1 for index in self._gets.keys() - self.marks}
         return not constants.isdisjoint(values)
 
@@ -410,7 +404,7 @@ def _plain_dtype(tensor: Any, true: TrueDtype) -> torch.dtype | None:
 
 
 def find_match(templates: Iterable[Template], body: bytes, pos: int) -> tuple[Template | None, Any]:
-    """Return the first template that a skeleton's body matches, and the plain values; None and `MISS` if there is none."""
+    """Return the first template that a body matches, and the plain values. None and `MISS` if there is none."""
     for template in templates:
         values = template.match(body, pos)
         if values is not MISS:
@@ -420,7 +414,7 @@ def find_match(templates: Iterable[Template], body: bytes, pos: int) -> tuple[Te
 
 @dataclass(slots=True, eq=False)
 class Family:
-    """Samples whose outermost container has the same type, and the same keys or the same length."""
+    """Samples with the same outermost type, and equal keys or length."""
 
     template: Template | None = None  # of an earlier sample
     num_misses: int = 0  # samples since the last match of the template

@@ -1,10 +1,10 @@
-"""The types that a skeleton may name, for writing and reading: listed types, and classes in `allow=` (FORMAT.md 2.5, 2.7).
+"""Types that skeletons may name: listed types and `allow=` (FORMAT.md 2.5, 2.7).
 
-An object of a *listed* type (here, a type in the table of FORMAT.md 2.5) is written as a call of that type; only `Ellipsis` and
-dtypes of torch are not called. `_rows` has a row for each other type, except `defaultdict` and `numpy.dtype`. A row contains a
-function that returns the arguments to write, which are the same on every Python version. It also contains the *builder*, which
-makes the object from the arguments that were read. Builders refuse all arguments that could run code, open a file, or allocate
-more memory than the arguments themselves take.
+A *listed* type is in the table of FORMAT.md 2.5. Its objects are written as calls of the type, except `Ellipsis` and dtypes of
+torch. `_rows` has a row for each other type, except `defaultdict` and `numpy.dtype`. A row contains a function that returns the
+arguments to write, which are the same on every Python version. It also contains the *builder*, which makes the object from the
+arguments that were read. Builders refuse all arguments that could run code, open a file, or allocate more memory than the
+arguments themselves take.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Listed = tuple[str, str, Callable[[Any], tuple[Any, ...]]]
 
 
 def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
-    """Return `allow=` classes by (module, qualified name), without listed types (FORMAT.md 2.7); raise TypeError for others."""
+    """Return classes in `allow=` by name, without listed types (FORMAT.md 2.7). Raises TypeError unless all are classes."""
     if isinstance(allow, type):
         raise TypeError(f"allow= takes a list of classes, got {allow!r}")
     table = {}
@@ -75,7 +75,7 @@ REFERENCE = Builder(refuse_reference)  # `_run` resolves references itself
 
 
 def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], object], allow: Allowed) -> Any:
-    """Return the builder or value for a global that a skeleton names, from `builders` or for a class in `allow`.
+    """Return the builder or value of a global in `builders` or `allow`.
 
     Raises:
         UnsafeSkeletonError: Neither `builders` nor `allow` contains the global, or its name is not a string.
@@ -99,7 +99,7 @@ def find_global(module: Any, name: Any, builders: Mapping[tuple[str, str], objec
 
 
 def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
-    """Return the opcode that builds `value`, and the arguments, keywords, state, items and pairs from its `__reduce_ex__`.
+    """Return `value.__reduce_ex__` as opcode, arguments, keywords, state, items and pairs.
 
     Raises:
         ValueError: `__reduce_ex__` names a callable other than the class of `value`, or a function that sets the state.
@@ -119,7 +119,7 @@ def reduction(value: Any) -> tuple[int, Any, Any, Any, Any, Any]:
 
 
 def refuse_callables(arguments: Any, num_callables: int) -> None:
-    """Raise UnsafeSkeletonError if a class in `allow=` would receive a `Builder` in these arguments.
+    """Raise UnsafeSkeletonError if `arguments` of an allowed class contain a `Builder`.
 
     `num_callables` is the number of builders that were fetched but not called yet.
     """
@@ -175,10 +175,7 @@ ALLOW_ONLY: dict[int, Operation] = {
 
 
 def _checked(make: Callable[..., Any], *kinds: Any, optional: int = 0) -> Callable[[tuple[Any, ...]], Any]:
-    """Return a `Builder.build` that calls `make` if the arguments have these classes.
-
-    The last `optional` arguments may be missing.
-    """
+    """Return a `Builder.build` that calls `make` if the arguments have these classes. The last `optional` may be missing."""
     allowed = [kind if isinstance(kind, tuple) else (kind,) for kind in kinds]
     counts = range(len(allowed) - optional, len(allowed) + 1)
     signatures = {signature for count in counts for signature in product(*allowed[:count])}

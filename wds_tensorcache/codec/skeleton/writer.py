@@ -1,4 +1,4 @@
-"""Write the skeleton of a sample: one walk names the tensors and writes the pickle (FORMAT.md 2).
+"""A writer of skeletons (FORMAT.md 2). One walk names the tensors and writes the pickle.
 
 Python's own pickler is unsuitable: its bytes depend on the identity of equal strings, on the hash seed, and on the Python
 version. This writer produces the same bytes for the same sample everywhere, and only opcodes that `unpickle` reads.
@@ -66,7 +66,7 @@ class SkeletonWriter:
         self._call_cost = self._num_deques = self._num_defaultdicts = self._num_key_parts = 0
 
     def body(self) -> bytes:
-        """Return the pickle that follows the preamble; raise EncodeError if its calls exceed a limit (FORMAT.md 2.6)."""
+        """Return the pickle after the preamble. Raises EncodeError if its calls exceed a limit (FORMAT.md 2.6)."""
         parts, gets = self._parts, self._gets
         memo = {}
         for index, slot in enumerate(sorted(set(gets.values()))):
@@ -87,7 +87,7 @@ class SkeletonWriter:
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
-        """Write the value at `path`; raise EncodeError if the format cannot represent it.
+        """Write the value at `path`. Raises EncodeError if the format cannot represent it.
 
         Values in a set, a dict key or an allowed object have no paths; tensors there take their numbers from `opaque`.
         """
@@ -144,7 +144,7 @@ class SkeletonWriter:
     _describe = staticmethod(describe_tensor)
 
     def _save_container(self, value: Any, path: str, opaque: Iterator[int] | None, depth: int) -> None:
-        """Write an empty container or a call, then the items, so that a container may contain itself."""
+        """Write an empty container or a call, then the items."""
         cls = type(value)
         if cls in _EMPTY:
             self._parts.append(_EMPTY[cls])
@@ -154,6 +154,7 @@ class SkeletonWriter:
         else:
             self._num_deques += cls is deque
             self._save_call(LISTED[cls], value, path, depth)
+        # before the items, because a container may contain itself
         self._remember(value)
         if isinstance(value, dict):
             self._save_pairs(value.items(), path, opaque, depth)
@@ -319,7 +320,7 @@ class SkeletonWriter:
         self._parts += CODE[op.TUPLE1] + CODE[op.REDUCE], b""
 
     def _save_object(self, value: Any, path: str, depth: int) -> None:
-        """Write an instance of a class in `allow=` as its `__reduce_ex__` describes it."""
+        """Write an instance of a class in `allow=` by its `__reduce_ex__`."""
         self.needs_allow = True
         module, name = self._classes[type(value)]
         if isinstance(value, Enum):  # the result of its `__reduce_ex__` depends on the Python version
