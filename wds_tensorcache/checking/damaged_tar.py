@@ -187,11 +187,7 @@ def _may_begin_sample(header: bytes) -> bool:
 
 
 class _Places:
-    """The members in a shard's index, or else in its sidecar.
-
-    Hazard: an index may be stale. So a place counts only if a header there names the member. If that header is unreadable, the
-    bytes must match the digests in the index, the skeleton and the tensors. An index that a header contradicts is not used.
-    """
+    """The confirmed members in a shard's index, or else in its sidecar."""
 
     def __init__(self, file: ShardFile) -> None:
         indexes = parse_both(file, lambda part: read_index(part.read, part.nbytes), lenient=True)
@@ -199,6 +195,7 @@ class _Places:
         self._table = self._index.members_in_order()
         self._at = -1  # position of the last answer of `after`
         self._member: Member | None = None
+        # an index that a header contradicts is not used
         self._is_stale = any(map(self._is_contradicted, range(len(self._table.begins))))
         if self._is_stale:
             self._at = len(self._table.begins)
@@ -251,6 +248,7 @@ class _Places:
         if begin + nbytes > self._file.nbytes:
             return None
         name, end, header_begin = f"{key}.{suffix}", begin + nbytes + padding(nbytes), self._header_of(at)
+        # Hazard: the index may be stale. So a header must name the member, or all digests must match its bytes.
         if header_begin is not None:
             return Member(name, header_begin, begin, nbytes, end)
         cache = self._table.caches[self._table.kinds.item(at)]

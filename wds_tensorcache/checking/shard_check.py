@@ -67,7 +67,7 @@ class Checked:
         report: Faults and counts.
         index: Index of the samples without a fault.
         fingerprint: Fingerprint in an index of the shard, or else in a manifest; None if there is none.
-        damaged: Keys of samples with a fault.
+        damaged: Keys of samples with a fault, unless another sample with the key is intact.
         doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
         ranges: Whole members to keep, with new headers for members that lost their headers: all members of samples without a
             fault, and files that belong to no sample.

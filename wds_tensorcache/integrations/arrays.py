@@ -81,7 +81,7 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
-    """Return a file's bytes as the zip stores them, perhaps compressed by deflate. `view` returns a range of the zip.
+    """Return a file's bytes as stored in a zip, perhaps deflated. `view` returns a range of the zip.
 
     Raises:
         FormatError: The file is damaged, encrypted, or compressed by another method.

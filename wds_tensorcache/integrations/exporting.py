@@ -226,7 +226,7 @@ class _Export:
         return name
 
     def _claim(self, name: str, suffixes: Iterable[str]) -> bool:
-        """Claim the names of a sample's files; return False if one is taken."""
+        """Claim a sample's file names; return False if one is taken."""
         folded = name if self._kind == "webdataset" else _fold(name)
         files = [f"{folded}.{suffix}" for suffix in suffixes]
         folders = [folded[:end] for end, character in enumerate(folded) if character == "/"]

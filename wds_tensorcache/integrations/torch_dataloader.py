@@ -128,7 +128,7 @@ def torch_loader(
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`. Workers that read from s3, gs or az are started by `forkserver` by default, since
             obstore does not work in forked processes. `transform` and `collate` must then be picklable.
-        steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
+        steps: Options of `StepSampler`, such as `shuffle`, `seed` and `bucket_by`.
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range.

@@ -306,7 +306,8 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
-    `num_old` counts samples that were finished before this call, which do not change the rate. `num_new` counts all others.
+    `num_old` counts samples that were finished before this call, which do not change the rate. `num_new` counts all other
+    samples.
 
     Threads: one thread calls `show_count` and changes `num_old`; another thread changes `num_new`.
     """

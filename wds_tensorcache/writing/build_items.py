@@ -45,7 +45,7 @@ class Item:
     `value` and `digest` are None if the item was not read, or could not be read. `digest` is also None without `digest=`.
     `origin` is the result of `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
     `failure` describes the error of an item that could not be read. The `key` is then `""` if it depends on the item's value.
-    `members` are written beside the cache, by extension.
+    `members` are the other members of the sample, by extension.
     """
 
     number: int
@@ -156,7 +156,7 @@ class Items(Dataset[Item]):
                 yield range(begin, min(begin + self.batch_size, self._count))
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield the batches of this rank's items. A batch has the same items, whatever `is_done` returns.
+        """Yield the batches of this rank's items. A batch does not depend on `is_done`.
 
         Items of a map-style dataset are not read if all keys of their batch are known without reading, and `is_done` returns
         True for them. Items to compare are always read: all items if the caller gives digests, or if the source is a list or

@@ -350,7 +350,7 @@ class ShardWriter:
 
     def _commit(self, shard: _UnfinishedShard) -> None:
         """Make a shard visible, then its `.idx`, then its manifest entry."""
-        # after a kill between two of these steps, `take_over` does the others
+        # after a kill between two of these steps, `take_over` does the remaining steps
         try:
             if self._has_gap:
                 shard.drop()
