@@ -119,7 +119,7 @@ def _check_all(
     reach: Callable[[int], object],
     excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard without `excluded`; extend it for the next pass."""
+    """Check a shard without `excluded`, and add the next pass's exclusions."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()

@@ -104,6 +104,7 @@ def export_cache(
         InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
         FormatError: A shard is damaged; or `tc.open` has warned that the manifest does not list all shards of the folder.
         OSError: A file cannot be read or written.
+        ImportError: `progress` is True, and `tqdm` is not installed.
     """
     if kind not in KINDS:
         raise ValueError(f"{kind=!r:.100}, expected one of {', '.join(map(repr, KINDS))}")

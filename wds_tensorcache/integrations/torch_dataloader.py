@@ -131,7 +131,8 @@ def torch_loader(
         steps: Options of `StepSampler`, such as `shuffle`, `seed` and `bucket_by`.
 
     Raises:
-        ValueError: Arguments are mutually exclusive, or out of range.
+        ValueError: Arguments are mutually exclusive, or out of range. Also in a loop over `with_info()`, if a function in
+            `transform` calls a transform that changes shapes.
         TypeError: An option is unknown. Also when iterating, if an argument cannot be pickled for the workers.
         KeyError, BatchError, RuntimeError: As for `StepSampler` and `tc.Loader`.
     """

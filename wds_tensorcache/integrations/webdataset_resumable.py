@@ -221,10 +221,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
     @property
     def num_repeated(self) -> int:
-        """Number of samples that came from a repeated pass over the shards. Only this process's batches of the epoch count.
-
-        `DataLoader` workers have their own numbers, which their warnings show.
-        """
+        """Number of repeated samples in this process's batches of the epoch. Warnings of `DataLoader` workers show theirs."""
         return self._progress.num_repeated
 
     @property
