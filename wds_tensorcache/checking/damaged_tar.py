@@ -215,7 +215,7 @@ class _Places:
         return self._member
 
     def is_last(self, offset: int) -> bool:
-        """Return whether a current index lists at most the damaged member."""
+        """Return whether a current index lists at most one member after `offset`."""
         return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
     def _member_at(self, at: int) -> tuple[str, str, int, int]:

@@ -102,10 +102,10 @@ def build(
         max_samples: Maximum number of samples in a shard. A killed process loses the unfinished shard and up to three
             batches; at a url, also up to two shards that were being uploaded.
         on_error: Treatment of an item that fails. `"raise"` raises the error and ends the call. If a batch fails, `"record"`
-            tries its items one by one, and writes all other samples. It lists the items that cannot be read, or whose key,
-            digest or sample cannot be made or stored, in the folder's file `failures.jsonl`. A rank has its own file, such as
-            `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists only items that still fail.
-            Errors of an iterable source itself, of the writer and of arguments end the call.
+            tries its items one by one, and writes the samples of items that succeed. It lists the items that cannot be read,
+            or whose key, digest or sample cannot be made or stored, in the folder's file `failures.jsonl`. A rank has its own
+            file, such as `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists only items that
+            still fail. Errors of an iterable source itself, of the writer and of arguments end the call.
         allow_failures: With `on_error="record"`, warn of items that have failed, and return the cache without their samples.
         check: With `"finite"`, a tensor or array that contains NaN or infinity is an error of its item.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.

@@ -156,7 +156,7 @@ class Items(Dataset[Item]):
                 yield range(begin, min(begin + self.batch_size, self._count))
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield the batches of this rank's items. A batch does not depend on `is_done`.
+        """Yield the batches of this rank's items. A batch has the same items for any `is_done`.
 
         Items of a map-style dataset are not read if all keys of their batch are known without reading, and `is_done` returns
         True for them. Items to compare are always read: all items if the caller gives digests, or if the source is a list or
