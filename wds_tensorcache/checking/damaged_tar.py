@@ -1,4 +1,4 @@
-"""Find the members of a damaged tar by confirmed places in an index, or by the next intact header."""
+"""Members of a damaged tar, found by an index or by headers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _RECORD = re.compile(rb"[0-9]+ [^=\n]+=")
 
 
 class Member(NamedTuple):
-    """An ordinary file, whose content starts at byte `begin`, and whose padding ends at byte `end`.
+    """An ordinary file in a tar.
 
-    Its headers start at byte `first`, perhaps after entries that belong to no sample.
-
-    If `is_rebuilt`, there is no readable header. Name and place come from an index, and digests confirm the bytes.
+    Its headers start at byte `first`, perhaps after entries that belong to no sample. Its content starts at byte `begin`, and
+    its padding ends at byte `end`. If `is_rebuilt`, there is no readable header: name and place come from an index, and
+    digests confirm the bytes.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Member(NamedTuple):
 
 
 class Break(NamedTuple):
-    """Bytes `[offset, end)` in which no member could be read; empty if only the end of the archive is missing."""
+    """Bytes `[offset, end)` in which no member could be read. It is empty if only the end of the archive is missing."""
 
     offset: int
     end: int
@@ -73,7 +73,7 @@ class End(NamedTuple):
 
 
 class Salvage:
-    """The contents of a damaged tar, in order: its members, unreadable ranges (`Break`) and `End`.
+    """The contents of a damaged tar, in order: members, `Break` and `End`.
 
     After damage, reading resumes at the next member of an index whose place is confirmed. Without an index, it resumes at the
     next block with a valid checksum and the name of a sample's member. Hazard: a member may itself be a tar. If its header is
@@ -122,7 +122,7 @@ class Salvage:
                 scan_begin = place.end
 
     def _resume(self, failed: int, kind: Kind) -> tuple[Member | None, int | None]:
-        """Return the next member in the index, or else the offset where a scan resumes; (None, None) if there is neither."""
+        """Return the next member, or else the offset where a scan resumes."""
         if kind == "zeros" and failed == self._end:
             return None, None
         if self._places is None:
@@ -138,7 +138,7 @@ class Salvage:
         return None, self._search(failed, self._end if is_early else None)
 
     def _search(self, failed: int, end: int | None) -> int | None:
-        """Return the offset of the next header of a sample, or else the `end` according to an index."""
+        """Return the offset of a sample's next header, or else `end`."""
         limit, at = self._nbytes if end is None else end, self._end_of(failed)
         block = self._read_block(at)
         if at > failed and (is_header(block) or not block.strip(b"\0")):
@@ -153,7 +153,7 @@ class Salvage:
         return self._read(min(begin, self._nbytes), min(begin + BLOCK, self._nbytes))
 
     def _end_of(self, at: int) -> int:
-        """Return the offset where the member at `at` ends, or where its first damaged header begins."""
+        """Return where the member at `at` ends, or a damaged header begins."""
         while is_header(header := self._read_block(at)):
             nbytes = 0 if header[_TYPE_BEGIN] in _EMPTY else max(0, parse_number(header[124:136]))
             at += BLOCK + nbytes + padding(nbytes)
@@ -162,7 +162,7 @@ class Salvage:
         return at
 
     def _may_name(self, failed: int, begin: int) -> bool:
-        """Return whether a damaged header may have named the member whose header is at `begin`."""
+        """Return whether a damaged header may have named the member at `begin`."""
         header = self._read_block(failed)
         content = self._read(failed + BLOCK, min(begin, failed + _MAX_RECORDS_NBYTES)).rstrip(b"\0")
         is_naming = header[_MAGIC] == b"ustar" and header[_TYPE_BEGIN] in _NAMING
@@ -187,11 +187,7 @@ def _may_begin_sample(header: bytes) -> bool:
 
 
 class _Places:
-    """The members in a shard's index, or else in its sidecar.
-
-    Hazard: an index may be stale. So a place counts only if a header there names the member. If that header is unreadable, the
-    bytes must match the digests in the index, the skeleton and the tensors. An index that a header contradicts is not used.
-    """
+    """The confirmed members in a shard's index, or else in its sidecar."""
 
     def __init__(self, file: ShardFile) -> None:
         indexes = parse_both(file, lambda part: read_index(part.read, part.nbytes), lenient=True)
@@ -199,13 +195,15 @@ class _Places:
         self._table = self._index.members_in_order()
         self._at = -1  # position of the last answer of `after`
         self._member: Member | None = None
+        # an index that a header contradicts is not used
         self._is_stale = any(map(self._is_contradicted, range(len(self._table.begins))))
         if self._is_stale:
             self._at = len(self._table.begins)
 
     def after(self, offset: int) -> Member | None:
-        """Return the first confirmed member whose content starts after byte `offset`; offsets never decrease."""
+        """Return the first confirmed member whose content starts after byte `offset`."""
         first, count = int(np.searchsorted(self._table.begins, offset, "right")), len(self._table.begins)
+        # offsets never decrease, so an answer holds until its member is passed
         if first > self._at:
             self._at, self._member = count, None
             for at in range(first, count):
@@ -217,7 +215,7 @@ class _Places:
         return self._member
 
     def is_last(self, offset: int) -> bool:
-        """Return whether a current index lists at most one member after an offset: the damaged member."""
+        """Return whether a current index lists at most one member after `offset`."""
         return not self._is_stale and bool((self._table.begins > offset).sum() <= 1)
 
     def _member_at(self, at: int) -> tuple[str, str, int, int]:
@@ -227,7 +225,7 @@ class _Places:
         return key, suffix, table.begins.item(at), table.sizes.item(at)
 
     def _header_of(self, at: int) -> int | None:
-        """Return the offset of a member's first header; None if no header there names the member."""
+        """Return the offset of the first header that names a member."""
         key, suffix, begin, nbytes = self._member_at(at)
         for raw, size, header_begin in names_of(self._file.read, begin, self._file.nbytes):
             split = split_member(raw.decode("utf-8", "surrogateescape"))
@@ -236,7 +234,7 @@ class _Places:
         return None
 
     def _is_contradicted(self, at: int) -> bool:
-        """Return whether the intact header before a member's content belongs to another member."""
+        """Return whether the intact header before a member names another member."""
         key, suffix, begin, nbytes = self._member_at(at)
         # a longer or non-ASCII name is in an extended header, which may be lost
         is_plain = key.isascii() and suffix.isascii() and len(f"{key}.{suffix}") <= _MAX_FIELD_NBYTES
@@ -250,6 +248,7 @@ class _Places:
         if begin + nbytes > self._file.nbytes:
             return None
         name, end, header_begin = f"{key}.{suffix}", begin + nbytes + padding(nbytes), self._header_of(at)
+        # Hazard: the index may be stale. So a header must name the member, or all digests must match its bytes.
         if header_begin is not None:
             return Member(name, header_begin, begin, nbytes, end)
         cache = self._table.caches[self._table.kinds.item(at)]
@@ -259,7 +258,7 @@ class _Places:
         return Member(name, begin, begin, nbytes, end, True)
 
     def _has_digests(self, cache: CacheColumns, at: int) -> bool:
-        """Return whether both members of a cache match the digest in the index and their own digests."""
+        """Return whether both members of a cache match all their digests."""
         read, layout = self._file.read, self._index.layouts[cache.layout.item(at)]
         begin, digest = cache.tensors_begin.item(at), cache.digest.item(at)
         skeleton_begin, skeleton_nbytes = cache.skeleton_begin.item(at), cache.skeleton_nbytes.item(at)

@@ -1,4 +1,4 @@
-"""Compare the footer, the `.index` file and the `.idx` file of a shard with its samples."""
+"""The comparison of a shard's indexes and `.idx` file with its samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Places = Mapping[tuple[str, str], tuple[Any, ...]]  # the fields of each member
 
 
 def check_indexes(checked: Checked, needs_idx: bool) -> None:
-    """Add the faults of a shard's indexes to `checked`, and the fingerprint and origins, which only indexes contain."""
+    """Add the faults of a shard's indexes to `checked`. Also add the fingerprint and origins, which only indexes contain."""
     footer = sidecar = None
     try:
         footer = _read_footer(checked)
@@ -60,7 +60,7 @@ def check_indexes(checked: Checked, needs_idx: bool) -> None:
 
 
 def _read_footer(checked: Checked) -> ShardIndex | None:
-    """Return the index at the end of a shard, and check the bytes after the archive."""
+    """Return a shard's footer, and check the bytes after the archive."""
     file, end = ShardFile(checked.path), checked.end
     if file.identity != checked.identity:
         raise FormatError("the shard was changed while it was checked")
@@ -104,7 +104,7 @@ def _compare(
     lost: set[str],
     is_in_order: bool = False,
 ) -> None:
-    """Add a fault for each lost sample or member, and one fault for all other differences."""
+    """Add faults for lost samples or members, and one for other differences."""
     keys = {key for key, _ in present_places}
     if keys and not any(key in keys for key, _ in listed_places):
         checked.fault(None, None, f"{where} belongs to a different shard, or is wrong; {_REMEDY}", "index")

@@ -108,7 +108,7 @@ class Report:
 
 @dataclass(slots=True)
 class RepairReport(Report):
-    """Faults and counts of the shards that `repair` read, and counts of the shards that it wrote.
+    """Faults and counts of the shards that `repair` read and wrote.
 
     Attributes:
         num_shards_written: Number of shards in the new folder; 0 if there is no new folder.

@@ -1,4 +1,4 @@
-"""Check every byte of a shard: its tar headers, both digests of each sample, and every skeleton."""
+"""A check of every byte of a shard. It covers tar headers, both digests of each sample, and every skeleton."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HEADER_NBYTES = 1 << 10  # most headers of tensors are shorter
 
 @dataclass(slots=True)
 class _Member:
-    """A member of a sample whose bytes were all read, unless there is an `error`."""
+    """A member of a sample. All its bytes were read, unless there is an `error`."""
 
     begin: int
     nbytes: int
@@ -67,7 +67,7 @@ class Checked:
         report: Faults and counts.
         index: Index of the samples without a fault.
         fingerprint: Fingerprint in an index of the shard, or else in a manifest; None if there is none.
-        damaged: Keys of samples with a fault.
+        damaged: Keys of samples with a fault, unless another sample with the key is intact.
         doubtful: Keys of samples without a digest whose skeletons need a class that is not in `allow=`.
         ranges: Whole members to keep, with new headers for members that lost their headers: all members of samples without a
             fault, and files that belong to no sample.
@@ -119,7 +119,7 @@ def _check_all(
     reach: Callable[[int], object],
     excluded: dict[int | str, tuple[str, Kind]],
 ) -> Checked:
-    """Check a shard without the samples in `excluded`. Add to `excluded` the samples that the next pass must leave out."""
+    """Check a shard without `excluded`, and add the next pass's exclusions."""
     report = Report(num_shards=1, nbytes=file.nbytes)
     checked = Checked(file.path, file.nbytes, file.identity, report)
     builder = IndexBuilder()
@@ -169,7 +169,7 @@ def _check_all(
 
 
 def _count_caches(file: ShardFile) -> dict[str, int]:
-    """Return the number of caches of each sample in the index of a shard, by key."""
+    """Return the number of each sample's caches in the index, by key."""
 
     def parse(part: File) -> ShardIndex | None:
         # lost bytes may have changed the length of the shard, but a sidecar with another length may belong to another shard
@@ -236,7 +236,7 @@ def _note_damage(checked: Checked, part: Break | End) -> None:
 
 
 def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
-    """Read every byte of a member; an error is not raised, but stored in the result."""
+    """Read every byte of a member; errors are stored in the result."""
     member = _Member(begin, nbytes, half_of(suffix))
     try:
         if member.half is not None and member.half.is_skeleton:
@@ -257,7 +257,7 @@ def _read(ahead: ReadAhead, suffix: str, begin: int, nbytes: int) -> _Member:
 
 
 def _check(sample: _Sample, allow: Mapping[tuple[str, str], type]) -> None:
-    """Replace the members of a sample by its faults, caches and other members."""
+    """Replace a sample's members by its faults, caches and other members."""
     members, sample.members = sample.members, {}
     for suffix, member in members.items():
         half = member.half
@@ -278,7 +278,7 @@ def _check(sample: _Sample, allow: Mapping[tuple[str, str], type]) -> None:
 def _check_cache(
     sample: _Sample, half: Half, skeleton: _Member, tensors: _Member, allow: Mapping[tuple[str, str], type]
 ) -> None:
-    """Add the faults of a cache and its index entry to the sample."""
+    """Add a cache's faults and its index entry to the sample."""
     begin, nbytes, text = tensors.begin, tensors.nbytes, skeleton.text
     try:
         layout, digest = parse_header(tensors.text, nbytes)

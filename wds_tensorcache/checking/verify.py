@@ -1,4 +1,4 @@
-"""Check shards, their sidecars and their manifests."""
+"""Checks of shards, their sidecars and their manifests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHUNK = 1 << 20
 def verify(
     source: Any, *, num_threads: int | None = None, allow: Iterable[type] = (), progress: ProgressOption = None
 ) -> Report:
-    """Check every byte that a checksum or digest covers, and compare sidecars and manifest with the shards.
+    """Check all checksums, digests and indexes of shards, and their manifest.
 
     `verify` recomputes the checksums of all tar headers and both digests of every sample, and decodes every skeleton. It
     compares the samples with the index at the shard's end, the `.index` file and the `.idx` file. It also checks that skeleton
@@ -94,7 +94,7 @@ class ShardsToCheck:
         return [FoundShard(shard) for shard in self._manifests[-1].paths]
 
     def check(self, num_threads: int | None, allow: Iterable[type], bar: Progress, keep: bool = False) -> list[Checked]:
-        """Check the shards and complete `report`; with `keep`, return the findings in each shard that can be opened."""
+        """Check the shards and complete `report`. With `keep`, return the findings in each shard that can be opened."""
         num_threads = num_cores() if num_threads is None else num_threads
         if num_threads < 1:
             raise ValueError(f"num_threads={num_threads}, expected at least 1")
@@ -168,7 +168,7 @@ def _nbytes(path: str) -> int:
 
 
 def _without_number(path: str) -> str:
-    """Mask the numbers in a path, so that the paths of one writer's shards are equal."""
+    """Mask a path's numbers: the shards of one writer become equal."""
     return re.sub(r"[0-9]+", "#", path)
 
 
@@ -293,7 +293,7 @@ class _Manifest:
             self._originals[checked.path] = original
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards without their listed index that share their intact members, byte for byte, with another shard."""
+        """Report shards whose intact members all belong to another shard."""
         if not self._unlike or not repeated:
             return
         for path, damaged_path in self._originals.items():
@@ -317,7 +317,7 @@ class _Manifest:
 
 
 def _has_ranges(path: str, checked: Checked) -> bool:
-    """Return whether a file has the same bytes as a shard wherever the shard is intact."""
+    """Return whether a file has a shard's bytes wherever that is intact."""
     with open(path, "rb") as file, open(checked.path, "rb") as other:
         for span in checked.ranges:
             for begin in range(span.begin, span.end, _CHUNK):

@@ -1,4 +1,4 @@
-"""The adapter for trainers that resume by skipping batches: accelerate and Hugging Face's Trainer."""
+"""The adapter for trainers that resume by skipping batches. These are accelerate and Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -47,10 +47,7 @@ class SkippableLoader:
 
 
 class _Positions:
-    """The positions of the batches in the epoch of a loader's next batch.
-
-    If a state was loaded, a None comes first for each used step, because trainers count from the beginning of the epoch.
-    """
+    """Positions of the batches in the epoch of the next batch."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -60,6 +57,7 @@ class _Positions:
 
     def __iter__(self) -> Iterator[Position | None]:
         plan, at = self._loader.sampler._plan, self._loader.sampler._beginning()
+        # a None for each used step, because trainers count from the beginning of the epoch
         yield from itertools.repeat(None, at.step - at.began)
         while not plan.is_over(at):
             yield at

@@ -1,4 +1,4 @@
-"""Decode the bytes of `.npy`, `.npz` and gzip files. Unless pickles are trusted, their length or a limit bounds the memory."""
+"""Decoders of `.npy`, `.npz` and gzip files. Unless pickles are trusted, their length or a limit bounds the memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 def parse_npy(content: Any, trust: bool = False) -> Array:
-    """Return the array in the content of an `.npy` file; run the pickles in it only if `trust` is True.
+    """Return the array in the content of an `.npy` file. The pickles in it run only if `trust` is True.
 
     Raises:
         FormatError: The bytes do not fit the header, or `trust` is False, and the array contains objects. For a damaged header,
@@ -69,7 +69,7 @@ def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 
 
 def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """Return the files in a zip by name; raise FormatError for a repeated or empty name, BadZipFile for a damaged zip."""
+    """Return the files in a zip by name. Raises FormatError for repeated or empty names, and BadZipFile for a damaged zip."""
     with zipfile.ZipFile(file) as archive:
         files = archive.infolist()
     listed = {file.filename: file for file in files}
@@ -81,7 +81,7 @@ def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
 
 
 def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
-    """Return the bytes of a file as the zip stores them, possibly compressed by deflate; `view` returns a range of the zip.
+    """Return a file's bytes as stored in a zip, perhaps deflated. `view` returns a range of the zip.
 
     Raises:
         FormatError: The file is damaged, encrypted, or compressed by another method.
@@ -97,7 +97,7 @@ def view_content(view: Callable[[int, int], Any], file: zipfile.ZipInfo) -> Any:
 
 
 def check_content(content: Any, file: zipfile.ZipInfo) -> None:
-    """Raise FormatError if the length or the CRC of a file differs from its entry in the zip."""
+    """Raise FormatError unless a file's length and CRC match its entry."""
     if len(content) != file.file_size or crc32(content) != file.CRC:
         raise FormatError("is damaged: its length or CRC is not as listed")
 
@@ -133,7 +133,7 @@ def parse_npz(
 
 
 def gunzip(raw: bytes, limit: int, remedy: str) -> bytes:
-    """Return the content of a gzip file; raise FormatError with `remedy` beyond `limit` bytes, and gzip's errors for damage."""
+    """Return a gzip file's content. Raises FormatError with `remedy` beyond `limit` bytes, and gzip's errors for damage."""
     # in pieces, because gzip.decompress copies all bytes after each of the concatenated streams
     with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file, io.BytesIO() as expanded:
         while piece := file.read(_PIECE_NBYTES):

@@ -1,4 +1,4 @@
-"""Export a cache to files that can be read without this package: one file for each sample, or a WebDataset tar."""
+"""Exports of caches to files that can be read without this package. These are a file for each sample, or a WebDataset tar."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class ExportReport:
 def export_cache(
     cache: Cache, out: str | os.PathLike[str], kind: str, *, progress: ProgressOption = None
 ) -> ExportReport:
-    """Write each sample of a cache into a file `NAME.KIND`, with its other members in `NAME.EXTENSION`.
+    """Write each sample of a cache into a file `NAME.KIND`. Its other members are in `NAME.EXTENSION`.
 
-    `NAME` is the original name of the sample (see `tc.original_name`). If the name is not safe as the name of a file, or
-    another file has the name, `NAME` is the key, or a name made from the key. The report lists these samples in `renamed`. No
-    file is ever written outside `out`.
+    `NAME` is the original name of the sample (see `tc.original_name`). If this is not safe as a file's name, or another file
+    has it, `NAME` is the key, or made from the key. The report lists these samples in `renamed`. No file is ever written
+    outside `out`.
 
     - `"pt"`: any nested sample, by `torch.save`. To load a sample with numpy arrays, `torch.load` needs `weights_only=False`.
     - `"npz"` and `"safetensors"`: the tensors, named by the keys on their paths: `text.states`. Other values are in
@@ -104,6 +104,7 @@ def export_cache(
         InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
         FormatError: A shard is damaged; or `tc.open` has warned that the manifest does not list all shards of the folder.
         OSError: A file cannot be read or written.
+        ImportError: `progress` is True, and `tqdm` is not installed.
     """
     if kind not in KINDS:
         raise ValueError(f"{kind=!r:.100}, expected one of {', '.join(map(repr, KINDS))}")
@@ -122,7 +123,7 @@ def export_cache(
 
 
 def _shards_of(cache: Cache) -> list[Any] | None:
-    """Return the identities of a cache's shards; for a join, the names and shards of its caches; None without shards."""
+    """Return the identities of a cache's shards; None if it has none."""
     if isinstance(cache, JoinedCache):
         shards = [_shards_of(part) for part in cache._caches]
         return None if None in shards else [cache._names, *shards]
@@ -130,11 +131,9 @@ def _shards_of(cache: Cache) -> list[Any] | None:
 
 
 def _identify(cache: Cache, kind: str) -> str | None:
-    """Return a hash of the boot, the kind, the fingerprint, the samples, and the identities of the shards.
-
-    Return None if a part of the cache has no shards: a SharedDataset may load other samples in the next call.
-    """
+    """Return a hash of all that an export's content depends on."""
     shards = _shards_of(cache)
+    # a SharedDataset may load other samples in the next call
     if shards is None:
         return None
     # Hazard: after a power cut, finished files may be empty; after a new boot, an export begins again
@@ -170,7 +169,7 @@ class _Export:
             )
 
     def write(self, folder: str, bar: Progress) -> None:
-        """Write all samples that are not in the folder yet; write a tar as a whole."""
+        """Write the samples that the folder lacks, or a whole tar."""
         if self._kind == "webdataset":
             path = os.path.join(folder, _TAR)
             try:
@@ -204,7 +203,7 @@ class _Export:
         return [suffix for suffix, rows in self._having.items() if rows[i]]
 
     def _name(self, i: int, key: str) -> str:
-        """Choose and claim an unused name for a sample's files; raise EncodeError or InvalidKeyError if there is none."""
+        """Choose and claim an unused name for a sample's files."""
         suffixes = [*self._own, *self._members(i)]
         for suffix in suffixes[len(self._own) :]:
             if suffix in self._own:
@@ -228,7 +227,7 @@ class _Export:
         return name
 
     def _claim(self, name: str, suffixes: Iterable[str]) -> bool:
-        """Claim the names of a sample's files; return False if a file or folder already has one of these names."""
+        """Claim a sample's file names; return False if one is taken."""
         folded = name if self._kind == "webdataset" else _fold(name)
         files = [f"{folded}.{suffix}" for suffix in suffixes]
         folders = [folded[:end] for end, character in enumerate(folded) if character == "/"]
@@ -238,7 +237,7 @@ class _Export:
         return True
 
     def _contents(self, i: int) -> dict[str, bytes]:
-        """Return the contents of a sample's files by suffix, with the tensors last, and count the sample as written."""
+        """Return a sample's files by suffix, with the tensors last."""
         members = {suffix: self._cache.read_members([i], suffix)[0] for suffix in self._members(i)}
         sample = realize(self._cache[i])
         self.report.num_written += 1
@@ -267,7 +266,7 @@ class _Export:
         return {**members, self._kind: content}
 
     def _separate(self, sample: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the tensors in the form for the file, and the other values in the form for JSON, both by name."""
+        """Return the tensors, and the values for JSON, both by name."""
         arrays: dict[str, Any] = {}
         values: dict[str, Any] = {}
         try:
@@ -301,7 +300,7 @@ class _Export:
             return wide.numpy()
 
     def _as_json(self, name: str, leaf: Any) -> Any:
-        """Return a value that JSON can hold, or a text in its place, which the report lists."""
+        """Return a value that JSON can hold, or a text instead."""
         leaf = rebuild(leaf, lambda number: number.item() if number.dtype.kind in "biuf" else number, np.generic)
         try:
             decoded = json.loads(json.dumps(leaf, allow_nan=False))
@@ -340,7 +339,7 @@ def dump_metadata(metadata: dict[str, str]) -> bytes:
 
 
 def parse_metadata(member: bytes) -> dict[str, str] | None:
-    """Return the metadata in a member that `dump_metadata` wrote; None for empty metadata, and for other content."""
+    """Return the metadata that `dump_metadata` wrote into a member. Return None for empty metadata, and for other content."""
     try:
         metadata = json.loads(member)
         is_ours = dump_metadata(metadata) == member
@@ -362,7 +361,7 @@ def _write_npz(arrays: dict[str, Any]) -> bytes:
 
 
 def _is_safe(name: str) -> bool:
-    """Return whether a relative path is short, stays inside its folder, and has only characters that every system accepts."""
+    """Return whether a relative path is short, and safe on every system."""
     return (
         all(part.isprintable() and part[:1] not in ("", ".") and _REFUSED.isdisjoint(part) for part in name.split("/"))
         and max(map(len, name.encode().split(b"/"))) <= _MAX_PART_NBYTES

@@ -1,4 +1,4 @@
-"""The callback with which Lightning resumes exactly: it restores the states of loaders, and Lightning's counters."""
+"""The callback with which Lightning resumes exactly. It restores the states of loaders, and Lightning's counters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ except ImportError as exc:
 
 
 class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
-    """A callback that resumes each `tc.Loader` and `tc.torch_loader` exactly when Lightning loads a checkpoint.
+    """A callback that resumes loaders exactly when Lightning loads a checkpoint.
 
-    Without the callback, Lightning counts an epoch that `max_steps` has stopped as finished, and expects batches of the same
-    size as before. It also forgets the loaders' states if `configure_optimizers` uses `trainer.estimated_stepping_batches`.
-    Checkpoints that were saved without it resume, too.
+    It resumes each `tc.Loader` and `tc.torch_loader`. Without the callback, Lightning counts an epoch that `max_steps` has
+    stopped as finished, and expects batches of the same size as before. It also forgets the loaders' states if
+    `configure_optimizers` uses `trainer.estimated_stepping_batches`. Checkpoints that were saved without it resume, too.
 
     Raises (when training starts):
         ValueError: A state belongs to a loader with other samples or settings, or to another number of loaders.
@@ -40,11 +40,12 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
             self._last = ()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the loaders' states, because `trainer.validate` and `trainer.test` make Lightning forget its loaders."""
+        """Keep the loaders' states."""
+        # `trainer.validate` and `trainer.test` make Lightning forget its loaders
         self._last = [loader.state_dict() for loader in _stateful_loaders(trainer)]
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save the states of a finished training; in a checkpoint within a step, count the step's batches as not used."""
+        """Save the states; count the batches of an unfinished step as unused."""
         loops = checkpoint["loops"]["fit_loop"]
         if self._last:
             loops["state_dict"].setdefault("combined_loader", self._last)
@@ -59,7 +60,7 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
         batches["is_last_batch"] = False
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep the loaders' states from a checkpoint, and correct Lightning's counters of epochs."""
+        """Keep the checkpoint's loader states, and correct Lightning's counters of epochs."""
         loops = checkpoint["loops"]["fit_loop"]
         self._states = loops["state_dict"].get("combined_loader", [])
         epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
@@ -77,7 +78,7 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
             counts["completed"] = counts["processed"]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Load the states into the loaders, and correct Lightning's counters if they count the batches of these loaders."""
+        """Load the states into the loaders, and correct Lightning's counters."""
         fit = trainer.fit_loop
         if fit.restarted_mid_epoch and fit.epoch_progress.current.processed == fit.epoch_progress.current.ready:
             fit.reset_restart_stage()  # Lightning has just counted this epoch as finished, but would not count the next one

@@ -1,8 +1,9 @@
-"""Read plain values, numpy arrays and tensors from pickles and files of `torch.save`, without running code.
+"""Readers of pickles and `torch.save` files that run no code. They return plain values, numpy arrays and tensors.
 
-An allow-list of names is not enough: 500 bytes can describe a key of nested, shared tuples whose hash takes years, 400 bytes
-can allocate gigabytes, and a state can change any object. So opcodes are also limited to a list. States change only arrays and
-dtypes, and each call checks its arguments. Time and memory stay a small multiple of the bytes read and the caller's limit.
+An allow-list of names is not enough. 500 bytes can describe a key of nested, shared tuples whose hash takes years. 400 bytes
+can allocate gigabytes, and a state can change any object. So opcodes are also limited to a list. States change only arrays
+and dtypes, and each call checks its arguments. Time and memory stay a small multiple of the bytes read and the caller's
+limit.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def decode_pickle(raw: bytes, limit: int, remedy: str, allow: Allowed | None = N
 
 
 def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed | None = None) -> Any:
-    """Return the object in a file of `torch.save`, with all tensors on the CPU and without the `_metadata` of state dicts.
+    """Return the object in a file of `torch.save`. All tensors are on the CPU, and state dicts lack their `_metadata`.
 
     Args:
         file: The file, a zip that torch 1.6 or later wrote.
@@ -117,7 +118,7 @@ def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed |
 
 
 def peek_pth(begin: bytes) -> Any:
-    """Return the object in a file of `torch.save` with an empty tensor in place of each tensor.
+    """Return the object in a file of `torch.save`. It has an empty tensor in place of each tensor.
 
     Args:
         begin: First bytes of the file, with its whole pickle, which torch writes before the tensors.
@@ -136,7 +137,7 @@ def peek_pth(begin: bytes) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """The memory that tensors share, and the dtype of tensors that do not name a dtype."""
+    """The memory that tensors share, and their dtype unless they name one."""
 
     memory: Any  # None if tensors are not read
     dtype: torch.dtype
@@ -144,7 +145,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def _advising(remedy: str) -> Iterator[None]:
-    """Add `remedy` to an UnsafeSkeletonError; turn errors of pickle and zipfile into FormatError."""
+    """Add `remedy` to an UnsafeSkeletonError; turn other errors into FormatError."""
     try:
         yield
     except UnsafeSkeletonError as exc:
@@ -157,14 +158,12 @@ def _advising(remedy: str) -> Iterator[None]:
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 
 
+# Hazard: C's unpickler hashes keys before their parts can be counted.
 _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
-    """An unpickler that accepts only listed opcodes and names.
-
-    It is written in Python, because C's unpickler hashes keys before their parts can be counted.
-    """
+    """An unpickler that accepts only listed opcodes and names."""
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
             self.memo.clear()  # its builders refer to this object
 
     def load_checked(self) -> Any:
-        """Return the object; raise an error if it contains a storage or a class, or nests too deeply."""
+        """Return the object; refuse storages, classes, and containers that nest too deeply."""
         result = self.load()
         for part, depth in walk(result):
             if part.__class__ in (_Storage, Builder):
@@ -337,7 +336,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return np.frombuffer(raw, dtype, 1)[0]
 
     def _check_array(self, raw: Any, dtype: Any, shape: Any) -> None:
-        """Charge the bytes of an array to the limit; raise FormatError unless `raw` fits this dtype and shape."""
+        """Charge an array to the limit, and check its dtype and shape."""
         is_shape = shape.__class__ is tuple and all(n.__class__ is int and n >= 0 for n in shape)
         if not isinstance(dtype, np.dtype) or raw.__class__ not in (bytes, bytearray) or not is_shape:
             raise FormatError(f"expected bytes, a dtype and a shape, got {shown(raw)}, {shown(dtype)}, {shown(shape)}")
@@ -372,7 +371,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
         return torch.nn.Parameter(tensor, needs_grad)
 
     def build_storage(self, raw: bytes) -> Any:
-        """Build the storage of a pickled tensor from the format of torch before 1.6."""
+        """Build a tensor's storage from the format of torch before 1.6."""
         if raw.__class__ is not bytes or not raw.startswith(OLD_TORCH):
             raise FormatError("a tensor's elements are not in the format of torch.save")
         # magic number, version, system, storage, keys

@@ -1,4 +1,4 @@
-"""Guards for webdataset's own decoders: bad bytes raise FormatError, and a small member never takes much memory."""
+"""Guards for webdataset's own decoders. Bad bytes raise FormatError, and a small member never takes much memory."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def _unpickle(kind: str, content: bytes, limit: int, allow: Allowed) -> Any:
 
 
 def _is_stock(handler: Any) -> bool:
-    """Return whether a handler is webdataset's own code, whose errors depend only on the bytes."""
+    """Return whether a handler's errors depend only on the bytes."""
     is_function = isinstance(handler, types.FunctionType) and handler.__module__ == autodecode.__name__
     return is_function or isinstance(handler, autodecode.ImageHandler)
 
 
 def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> Any:
-    """Decode a member as webdataset does, with further checks; return None if the handler does not know the extension."""
+    """Decode a member as webdataset does, with further checks."""
     kind = extension.rpartition(".")[2]
     if len(kind) > _MAX_EXTENSION:
         return None  # webdataset's regular expressions are quadratic in the length of an extension
@@ -107,7 +107,7 @@ def _decode_stock(handler: Any, extension: str, content: bytes, limit: int) -> A
 
 
 def _check_picture(content: bytes) -> None:
-    """Raise FormatError if Pillow's limit on pixels does not bound the cost of decoding a picture."""
+    """Refuse pictures whose cost Pillow's limit on pixels does not bound."""
     import PIL.Image  # not among this package's requirements
 
     with PIL.Image.open(io.BytesIO(content)) as picture:
@@ -122,9 +122,10 @@ def _check_picture(content: bytes) -> None:
 
 
 def shrink_picture(content: bytes, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:
-    """Return a JPEG, PNG or WebP picture, upright and with sides of at most `max_side` pixels, as a JPEG, and width and height.
+    """Return a picture as a small JPEG, with its width and height.
 
-    The picture gets smaller until the JPEG has at most `max_nbytes` bytes, or the picture at most 8 x 8 pixels.
+    The picture is a JPEG, PNG or WebP. The result is upright, with sides of at most `max_side` pixels. The picture gets
+    smaller until the JPEG has at most `max_nbytes` bytes, or the picture at most 8 x 8 pixels.
 
     Raises:
         FormatError: The bytes are damaged or of another format, or more than 2^25 pixels would be decoded.

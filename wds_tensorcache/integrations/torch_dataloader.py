@@ -1,4 +1,4 @@
-"""A torch `DataLoader` of batches: worker processes read the batches, and the main process keeps an exact state."""
+"""A torch `DataLoader` with an exact state. Worker processes read the batches; the main process keeps the state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class StepDataset(Dataset[Any]):
-    """A map-style dataset whose items are batches: `dataset[step]` reads the batch of one step of a `StepSampler`.
+    """A map-style dataset of the batches of a `StepSampler`. `dataset[step]` reads the batch of one step.
 
     Args:
         sampler: Sampler of the caches to read.
@@ -127,11 +127,12 @@ def torch_loader(
         choose, transform, on_early_exit: As for `tc.Loader`; the workers call `transform`, with batches in host memory.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`. Workers that read from s3, gs or az are started by `forkserver` by default, since
-            obstore does not work in forked processes; `transform` and `collate` must then be picklable.
-        steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
+            obstore does not work in forked processes. `transform` and `collate` must then be picklable.
+        steps: Options of `StepSampler`, such as `shuffle`, `seed` and `bucket_by`.
 
     Raises:
-        ValueError: Arguments are mutually exclusive, or out of range.
+        ValueError: Arguments are mutually exclusive, or out of range. Also in a loop over `with_info()`, if a function in
+            `transform` calls a transform that changes shapes.
         TypeError: An option is unknown. Also when iterating, if an argument cannot be pickled for the workers.
         KeyError, BatchError, RuntimeError: As for `StepSampler` and `tc.Loader`.
     """
@@ -195,7 +196,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Always True, so that accelerate's `prepare` returns this loader, and does not distribute the steps again."""
+        """Always True, so that accelerate's `prepare` returns this loader unchanged."""
         return True
 
     @_is_accelerate_prepared.setter
@@ -217,7 +218,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         return self._accelerated(self._read_steps()) if self._is_prepared else self._read_steps()
 
     def _accelerated(self, reads: Generator[Read, None, None]) -> Generator[Read, None, None]:
-        """Yield the batches on accelerate's device. Mark the last batch, so that accelerate uses all accumulated gradients."""
+        """Yield the batches on accelerate's device, and mark the last batch."""
         from accelerate.state import GradientState, PartialState
         from accelerate.utils import send_to_device
 
@@ -266,7 +267,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
             scheduled.clear()
 
     def _check_pickles(self, exc: Exception) -> None:
-        """Raise TypeError if an argument cannot be sent to workers; `exc` is the error at their start."""
+        """Raise TypeError if an argument cannot be sent to workers."""
         options = {
             "collate": self._collate,
             "transform": self.dataset._transforms,  # type: ignore[attr-defined]
@@ -283,7 +284,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
                 ) from exc
 
     def close(self) -> None:
-        """End the iteration and the worker processes; the position is kept, and the caches stay open."""
+        """End the iteration and the worker processes. The position is kept, and the caches stay open."""
         super().close()
         self._iterator = None
 

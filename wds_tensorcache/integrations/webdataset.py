@@ -1,4 +1,4 @@
-"""An encoder for webdataset's own writers, and a decoding stage for its pipelines."""
+"""An encoder for webdataset's writers, and a decoding stage for its pipelines."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def decode(
 ) -> Decode:
     """Return a stage that decodes samples, for `wds.DataPipeline`, `.compose` and `.map`.
 
-    The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`) that was passed to `tc.encoder`.
-    The stage decodes all other members as `wds.decode` does, with these exceptions. Pickles (`pyd`, `pickle`, `pkl`, `pth`) may
-    contain plain values, arrays and scalars of numbers, bools, bytes and texts, and dense tensors and parameters in host
-    memory. They may also contain the types that FORMAT.md lists, except bytearray, deque, UUID and times of numpy. `cbor`, EPS
-    and compressed FITS pictures are refused, because the cost of their decoders is unbounded. Your own handler may decode any
-    of these first. An `.npy` member with further bytes after its array is refused. A `.safetensors` member that belongs to no
-    cache is returned as bytes.
+    The two members of a cache become the field `"tensorcache"` (or `"NAME.tensorcache"`) that was passed to `tc.encoder`. The
+    stage decodes all other members as `wds.decode` does, with these exceptions. Pickles (`pyd`, `pickle`, `pkl`, `pth`) may
+    contain plain values, and arrays and scalars of numbers, bools, bytes and texts. They may also contain dense tensors and
+    parameters in host memory, and the types that FORMAT.md lists, except bytearray, deque, UUID and times of numpy. `cbor`,
+    EPS and compressed FITS pictures are refused, because the cost of their decoders is unbounded. Your own handler may decode
+    any of these first. An `.npy` member with further bytes after its array is refused. A `.safetensors` member that belongs
+    to no cache is returned as bytes.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).
@@ -112,20 +112,20 @@ def decode(
         allow: Classes that skeletons and other pickles may build; only for shards that you trust.
         handler: Function that is called with the exception if a sample of a stream cannot be decoded. By default, it raises the
             exception. If it returns True, the stream continues without the sample, else it ends.
-        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed member (`gz`, `npz`), and for the total size
-            of tensors and arrays of a pickle that share their elements. Members may always expand to 64 times their own length.
-            A compressed pickle (`pkl.gz`) may expand only to 1/64 of this limit, or to 8 times its length, because its objects
-            take more memory. Compressed JSON or MessagePack may expand to 1/8 of this limit, or to 64 times its length.
-            Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
+        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed member (`gz`, `npz`). It is also the limit
+            for the total size of a pickle's tensors and arrays that share their elements. Members may always expand to 64
+            times their own length. A compressed pickle (`pkl.gz`) may expand only to 1/64 of this limit, or to 8 times its
+            length, because its objects take more memory. Compressed JSON or MessagePack may expand to 1/8 of this limit, or
+            to 64 times its length. Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises:
         TypeError, ValueError: A handler or an option has a wrong type or value.
 
     Raises (when iterating):
-        FormatError: One of the two members of a cache is missing, damaged, or belongs to a different sample; webdataset's own
-            decoders cannot read a member; or a decoded member would be too large. The message names shard, key and member;
-            `__cause__` is the decoder's error. Errors of your functions are not changed.
+        FormatError: One of the two members of a cache is missing, damaged, or belongs to a different sample. Or webdataset's
+            own decoders cannot read a member, or a decoded member would be too large. The message names shard, key and
+            member; `__cause__` is the decoder's error. Errors of your functions are not changed.
         UnsafeSkeletonError: A pickle or skeleton requires code outside the format; nothing was executed.
     """
     for step in handlers:
@@ -140,7 +140,7 @@ def decode(
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """The stage that `decode` returns; call it with an iterable of samples, or with one sample.
+    """The stage that `decode` returns. Call it with an iterable of samples, or with one sample.
 
     Threads/fork/pickle: stateless; pickles if its handlers and classes do.
     """
@@ -208,7 +208,7 @@ class Decode:
 
 
 def _check_other(sample: dict[str, Any], field: str, value: Any) -> None:
-    """Raise FormatError if a member is half of a cache without the other half, or has the name of a decoded cache."""
+    """Refuse half of a cache, and the name of a decoded cache."""
     if cache_of_field(field) is not None:
         raise FormatError(f"the name of member {field!r} is reserved for decoded caches; rename it")
     half = find_half(field, sample, partial(is_bound, value))

@@ -50,9 +50,9 @@ class ResumablePipeline(IterableDataset[Any]):
     """A dataset like `wds.DataPipeline(shards, tarfile_to_samples(), *stages)` that can resume from a saved state.
 
     Each iteration yields one epoch, also in `DataLoader` workers. `state_dict` lists the samples of the epoch that were
-    returned. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All other samples
-    follow, in the order of an uninterrupted run; only samples that a stage held back, to shuffle or batch them, may come in a
-    different order. Samples that a stage dropped are passed to it again.
+    returned. After `load_state_dict`, these samples are not decoded again, and finished shards are not read. All other
+    samples follow, in the order of an uninterrupted run. Only samples that a stage held back, to shuffle or batch them, may
+    come in a different order. Samples that a stage dropped are passed to it again.
 
     Each sample contains its position in the field `"__position__"`. Items of the last stage must contain this field: they may
     be dicts, batches of dicts, or tuples, for example from `wds.to_tuple("jpg", "__position__")`.
@@ -62,9 +62,9 @@ class ResumablePipeline(IterableDataset[Any]):
     sample that is not done. If the shard has changed or is compressed, or the server sends no ETag and no date, it is read from
     its beginning.
 
-    Ranks, and then the workers of a rank, get about the same number of bytes if all shards are local files, else about the same
-    number of shards. So ranks may have different numbers of samples. Each worker has its own state. torchdata's
-    `StatefulDataLoader` collects these states, and resumes with the same number of workers.
+    Ranks, and then the workers of a rank, get about the same number of bytes. If not all shards are local files, they get
+    about the same number of shards. So ranks may have different numbers of samples. Each worker has its own state.
+    torchdata's `StatefulDataLoader` collects these states, and resumes with the same number of workers.
 
     Args:
         urls: The shards of all ranks: a list, a pattern with braces, a folder, a manifest, or `"train-*.tar"`. A remote url is
@@ -92,8 +92,8 @@ class ResumablePipeline(IterableDataset[Any]):
     Raises:
         FileNotFoundError: No file matches a local string, a folder has no shards, or a manifest does not exist.
         TypeError: `urls` has a type that is not listed above.
-        ValueError: There are no shards, or fewer shards than ranks; or a stage splits or reads shards, as this class does; or
-            `steps` has no `batch_size`, or needs numbers of samples that no manifest lists; or a number is out of range.
+        ValueError: There are no shards, or fewer shards than ranks. Or a stage splits or reads shards, as this class does. Or
+            `steps` has no `batch_size`, or needs numbers of samples that no manifest lists. Or a number is out of range.
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
@@ -163,7 +163,7 @@ class ResumablePipeline(IterableDataset[Any]):
         self._steps = self._count_steps(self._wanted_steps)
 
     def _find_rank(self) -> None:
-        """Take over the rank from torch.distributed, if it was initialized after this stream was made."""
+        """Take over the rank if torch.distributed has been initialized since."""
         if not self._is_rank_open:
             return
         rank, world_size = find_rank(None, None)
@@ -210,7 +210,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return total // self._batch_size
 
     def __len__(self) -> int:
-        """Return the number of batches of this rank in an epoch; raise TypeError without `steps`."""
+        """Return the number of batches of this rank in an epoch. Raises TypeError without `steps`."""
         self._find_rank()
         if self._steps is None:
             raise TypeError("a stream has no length without steps=; pass batch_size= and steps=")
@@ -221,17 +221,15 @@ class ResumablePipeline(IterableDataset[Any]):
 
     @property
     def num_repeated(self) -> int:
-        """Number of samples in this process's batches of the epoch that came from a repeated pass over its shards.
-
-        `DataLoader` workers have their own numbers, which their warnings show.
-        """
+        """Number of repeated samples in this process's batches of the epoch. Warnings of `DataLoader` workers show theirs."""
         return self._progress.num_repeated
 
     @property
     def num_left_out(self) -> int | None:
-        """Number of samples of this process's shards that the epoch's batches have not used, 0 if the shards are repeated.
+        """Number of this process's samples that the epoch's batches have not used. It is 0 if the shards are repeated.
 
-        None if no manifest lists the samples of some shard. Warnings of `DataLoader` workers show the numbers of the workers.
+        It is None if no manifest lists the samples of some shard. Warnings of `DataLoader` workers show the numbers of the
+        workers.
         """
         if self._progress.num_passes:
             return 0
@@ -241,7 +239,7 @@ class ResumablePipeline(IterableDataset[Any]):
         )
 
     def _move(self, epoch: int, done: dict[int, _Done], *, is_over: bool) -> None:
-        """Set the position at which the next iteration starts, and end the current iteration."""
+        """Set the position of the next iteration, and end the current one."""
         self._iteration += 1
         self._epoch, self._done, self._is_over, self._is_next = epoch, done, is_over, True
         self._progress = _Progress()
@@ -249,7 +247,7 @@ class ResumablePipeline(IterableDataset[Any]):
             self._epochs.put(epoch if is_over else epoch - 1)
 
     def _enter(self) -> Any:
-        """Return torch's `WorkerInfo`. In a new process, reset the inherited position; raise RuntimeError if it was loaded."""
+        """Return torch's `WorkerInfo`; in a new process, reset the inherited position."""
         self._find_rank()
         if self._pid != os.getpid():
             if self._is_next and (self._done or self._is_over):
@@ -325,7 +323,7 @@ class ResumablePipeline(IterableDataset[Any]):
             self._warn_of_epoch(share)
 
     def _finish(self, batch: list[tuple[Any, list[tuple[int, int]], dict[int, _Done], bool]]) -> Any:
-        """Mark the samples of a batch as done, empty it, and return its only item or its collated items."""
+        """Mark a batch as done, empty it, and return its collated items."""
         items = [item for item, *_ in batch]
         for _, positions, done, is_repeated in batch:
             num_new = sum(done.setdefault(shard, _Done()).add(index) for shard, index in positions)
@@ -346,7 +344,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return _Batched(collated) if type(collated) is list else collated
 
     def _share(self) -> int | None:
-        """Return this worker's number of steps: a part of its rank's steps, in proportion to its samples, or else its bytes."""
+        """Return this worker's number of steps, in proportion to its samples."""
         if self._steps is None:
             return None
         worker, num_workers = _find_worker()
@@ -358,7 +356,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return self._steps * (before + totals[worker]) // total - self._steps * before // total
 
     def _warn_of_epoch(self, share: int | None) -> None:
-        """Warn if samples of the epoch were repeated or left out, once for each worker."""
+        """Warn once for each worker of samples repeated or left out."""
         worker, _ = _find_worker()
         has_warned = self._epochs.has_warned
         if share is None or has_warned[worker % _NUM_WORKERS]:
@@ -418,11 +416,12 @@ class ResumablePipeline(IterableDataset[Any]):
                     return
 
     def _samples_of(self, shard: int, done: _Done) -> Iterator[dict[str, Any]]:
-        """Yield the samples of a shard that are not done. A remote shard is read from the first on, if its offset is known."""
+        """Yield the samples of a shard that are not done."""
         url, listed = self._urls[shard], self._listed[shard]
         source, first = {"url": url}, (0, 0)
         if is_remote(url):
             source["stream"] = stream = open_url(url)
+            # an unchanged shard is read from its first sample that is not done
             start = done.first_start()
             if start is None or done.info != stream.info:
                 done.starts, done.info = {}, stream.info
@@ -452,7 +451,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return _divide(order, self._loads, self._world_size)[self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and its samples that the stream has returned, as plain values for JSON.
+        """Return the epoch and its returned samples, as plain values for JSON.
 
         Warns if a stage has made several items of a sample, which is done after the first of them.
 
@@ -514,7 +513,7 @@ class ResumablePipeline(IterableDataset[Any]):
 
 
 class _SharedEpochs:
-    """Shared memory in which the workers of an iteration agree on its epoch, without messages to the main process.
+    """Shared memory in which an iteration's workers agree on its epoch. They send no messages to the main process.
 
     All workers of an iteration have the same base seed, which is the worker's seed minus its index. The first worker registers
     the next epoch under this base seed. The other workers find the epoch there, even if the next iteration has begun elsewhere.
@@ -591,7 +590,7 @@ class _Progress:
 
 
 class _Done:
-    """The samples of a shard that were returned, and the offsets at which reading a remote shard can start.
+    """The returned samples of a shard, and the offsets of further samples.
 
     Attributes:
         edges: Ranges of sample indices, half open, as ascending `[begin, end, begin, end, ...]`.
@@ -621,7 +620,7 @@ class _Done:
         return True
 
     def first_start(self) -> list[Any] | None:
-        """Return the index and offset of the first sample that is not done, and the remote object's length and tag.
+        """Return index and offset of the first sample that is not done. Also return the remote object's length and tag.
 
         Return None if the offset or the tag is unknown.
         """
@@ -633,13 +632,13 @@ class _Done:
 
 
 def _find_worker() -> tuple[int, int]:
-    """Return this worker's index and the number of workers; 0 and 1 in the main process."""
+    """Return this worker's index and the number of workers."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 def _parse_done(samples: Any, starts: Any, num_shards: int) -> dict[int, _Done]:
-    """Parse the finished samples in a state, by shard; raise ValueError if the state is damaged."""
+    """Parse a state's finished samples by shard; refuse a damaged state."""
     try:
         done = {int(shard): _Done(edges, count) for shard, (edges, count) in samples.items()}
         for shard, ranges in done.items():
@@ -667,7 +666,7 @@ def _is_position(value: Any) -> bool:
 
 
 def _positions(item: Any) -> Iterator[tuple[int, int]]:
-    """Yield the shard and the sample index of each sample in an item."""
+    """Yield the shard and the index of each sample in an item."""
     if isinstance(item, str):
         if _is_position(item):
             shard, _, index = item[len(_PREFIX) :].partition(":")
@@ -703,7 +702,7 @@ def _divide(shards: list[int], loads: list[int], num_parts: int) -> list[list[in
 
 
 def _digest_of(urls: list[str], loads: list[int], entries: list[ShardEntry | None]) -> str:
-    """Return a digest of the names of all shards, their loads, and their entries in a manifest."""
+    """Return a digest of all shards' names, loads and manifest entries."""
     # without queries, which change, unless some urls differ only in their queries
     names = [shown_url(url) for url in urls]
     if len(set(names)) < len(set(urls)):
@@ -719,6 +718,6 @@ def _digest_of(urls: list[str], loads: list[int], entries: list[ShardEntry | Non
 
 
 def _loads(urls: list[str]) -> list[int]:
-    """Return the lengths of all shards in bytes; if not all shards are local files, return 1 for each shard."""
+    """Return the lengths of local shards in bytes, else 1 for each."""
     paths = [url if os.path.lexists(url) else url.removeprefix("file:") for url in urls]
     return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)

@@ -1,4 +1,4 @@
-"""A replacement for webdataset's stage that reads samples from shards, with this package's tar reader."""
+"""A replacement for webdataset's stage that reads samples from shards. It uses this package's tar reader."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TarSamples:
         first: tuple[int, int] = (0, 0),
         listed: FoundShard | None = None,
     ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
-        """Yield for each sample its index in the shard, the sample, and the offset of the next sample.
+        """Yield (index in the shard, sample, next sample's offset) for each sample.
 
         The sample is None if it is not wanted or is marked as bad. The offset is None for the last sample, and if no stream can
         begin at the next sample.
@@ -147,7 +147,7 @@ class TarSamples:
         first: int,
         listed: FoundShard | None,
     ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
-        """Group consecutive members with the same key into samples; yield the same values as `samples_of`."""
+        """Group consecutive members with equal keys into samples, as `samples_of` yields."""
         sample: dict[str, Any] = {}
         index, is_kept = first - 1, False
         # the samples of the tar, also those that the caller's functions or handler drop
@@ -191,7 +191,7 @@ class TarSamples:
             raise Stopped from error
 
     def _split(self, name: str) -> tuple[str, str] | None:
-        """Return the key and the suffix of a member; None if the member is not wanted, or its name has no suffix."""
+        """Return a member's key and suffix; None for an unwanted member."""
         name = self.rename_files(name) if self.rename_files is not None else name
         if self.select_files is not None and not self.select_files(name):
             return None

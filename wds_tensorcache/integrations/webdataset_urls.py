@@ -1,4 +1,4 @@
-"""Find and open the shards of webdataset streams, by path or url."""
+"""Shards of webdataset streams, found and opened by path or url."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _REPLACED = frozenset({"gopen_curl", "gopen_gsutil", "gopen_hf"})
 
 
 def is_remote(url: Any) -> bool:
-    """Return whether this package's clients read a url: s3, gs, az, http, https or hf.
+    """Return whether this package's clients read a url. They read s3, gs, az, http, https and hf.
 
-    The clients do not read a url if a file has this name, if webdataset's variable GOPEN_REWRITE changes the url, or if the
-    user has registered a function for the scheme in webdataset's `gopen_schemes`.
+    The result is False if a file has this name, or if webdataset's variable GOPEN_REWRITE changes the url. It is also False
+    if the user has registered a function for the scheme in webdataset's `gopen_schemes`.
     """
     if not isinstance(url, str) or isinstance(url, os.PathLike) or not is_url(url) or os.path.lexists(url):
         return False
@@ -51,7 +51,7 @@ def open_url(url: Any) -> Any:
 
 
 def shown_url(url: Any) -> str:
-    """Return a path or url for messages; urls that this package's clients read lose their credentials."""
+    """Return a path or url for messages, without credentials of remote urls."""
     return shown(url) if is_remote(url) else str(url)
 
 
@@ -65,7 +65,7 @@ class _Path(str):
 
 
 def find_urls(urls: Any) -> list[Url]:
-    """Return the url of each shard, and the shard as a manifest lists it, None if no manifest does.
+    """Return the url of each shard, and the shard in a manifest. The latter is None if no manifest lists the shard.
 
     Paths from folders, manifests and patterns are `PathLike`, so they are never run as commands. Secrets in remote urls are
     concealed. Raise TypeError for anything but paths, urls and lists of them.
@@ -90,7 +90,7 @@ def _find_text(text: str) -> list[Url]:
 
 
 def _is_several(url: str) -> bool:
-    """Return whether a remote url names a folder, a manifest or a pattern with wildcards."""
+    """Return whether a remote url names a folder, manifest or pattern."""
     path = urlsplit(url).path if is_web(url) else url
     name = path.rpartition("/")[2]
     if not is_web(url) and ("." not in name or set(name) & set("*?[")):

@@ -1,4 +1,4 @@
-"""Build a cache: run a function over a dataset in batches, on one or several ranks, while a background thread writes."""
+"""`build`: caches computed by running a function over a dataset."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build(
     check: Literal["finite"] | None = None,
     **options: Any,
 ) -> TensorCache:
-    """Build a cache: run a function, for example a model on a GPU, over a dataset in batches, and write the results.
+    """Build a cache: run a function over a dataset in batches.
 
     If interrupted, call `build` again: it resumes after the last finished shard, with the same items in each batch. `fn` runs
     on each whole batch that lacks a sample. After an error or Ctrl-C, all samples computed before are kept. After a kill, the
@@ -75,7 +75,7 @@ def build(
     Args:
         source: A map-style dataset (`len`, `[i]`) or an iterable. Or WebDataset shards without a cache: `tc.open` of them, a
             view of it, or a list of their paths or urls, which end in `.tar`. Then an item is a dict of `__key__`, `__url__`
-            and the bytes of each member, and the new shards have these members, byte for byte, and the cache.
+            and the bytes of each member. The new shards have these members, byte for byte, and the cache.
         fn: Function called in the caller's thread with a list of up to `batch_size` items. It returns a list with a sample
             for each item, or nested dicts of tensors, arrays and lists `[B, …]`, which `build` cuts into samples. A tensor
             whose dtype or number of dimensions differs from earlier samples causes a warning, once for each name.
@@ -87,9 +87,9 @@ def build(
         reuse: Folder of the cache to take samples from. New shards are named like its last shard, with the next numbers,
             unless `out` is a pattern.
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
-        keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item. By
-            default, items of a cache with shards keep their keys, a dict's key is its `"__key__"`, and the key of any other
-            item is its position. The string `"position"` makes all keys positions, and items are not compared.
+        keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item.
+            By default, items of a cache with shards keep their keys, and a dict's key is its `"__key__"`. The key of any
+            other item is its position. The string `"position"` makes all keys positions, and items are not compared.
         digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
             differs from the stored text, or if none is stored.
         num_workers: Number of worker processes that read a map-style dataset.
@@ -99,12 +99,13 @@ def build(
         progress: Show a bar of `tqdm`; by default on rank 0, if `tqdm` is installed and stderr is a terminal. Or a function
             `progress(done, total)` of the numbers of finished samples and of all samples of this rank. `total` is None if
             the source has no length.
-        max_samples: Maximum number of samples in a shard; a killed process loses at most this many samples.
+        max_samples: Maximum number of samples in a shard. A killed process loses the unfinished shard and up to three
+            batches; at a url, also up to two shards that were being uploaded.
         on_error: Treatment of an item that fails. `"raise"` raises the error and ends the call. If a batch fails, `"record"`
-            tries its items one by one. It lists the items that cannot be read, or whose key, digest or sample cannot be made
-            or stored, in the folder's file `failures.jsonl`, and writes all other samples. A rank has its own file, such as
-            `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists only items that still fail.
-            Errors of an iterable source itself, of the writer and of arguments end the call.
+            tries its items one by one, and writes the samples of items that succeed. It lists the items that cannot be read,
+            or whose key, digest or sample cannot be made or stored, in the folder's file `failures.jsonl`. A rank has its own
+            file, such as `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists only items that
+            still fail. Errors of an iterable source itself, of the writer and of arguments end the call.
         allow_failures: With `on_error="record"`, warn of items that have failed, and return the cache without their samples.
         check: With `"finite"`, a tensor or array that contains NaN or infinity is an error of its item.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
@@ -127,11 +128,11 @@ def build(
             with other names, or shards of the source. `reuse` is the same folder as `out`, or has named caches or samples
             without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different items or
             batch sizes. Or several ranks have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, an option is unknown, JSON cannot
+        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, or an option is unknown. JSON cannot
             represent the fingerprint, a digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
         ImportError: A url, or `progress=True`, needs a package that is not installed.
-        FormatError: A finished or reused shard is damaged, or was changed during the call; or `source` is a cache, and
+        FormatError: A finished or reused shard is damaged, or was changed during the call. Or `source` is a cache, and
             `tc.open` has warned that it leaves out shards of the folder, or members of a shard.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 
@@ -204,7 +205,8 @@ def build(
 
 
 def _warn_of_members(source: Any) -> None:
-    """Warn if samples of a cache have other members, which are copied only from shards without a cache."""
+    """Warn if the new cache would lack members of the source."""
+    # other members are copied only from shards without a cache
     names = [name for name in source.members if name != DIGEST] if isinstance(source, Cache) else []
     if names and not (isinstance(source, TensorCache) and not source._store.shards[0].has_cache):
         problem = (
@@ -214,12 +216,12 @@ def _warn_of_members(source: Any) -> None:
 
 
 def _no_samples(fingerprint: dict[str, Any]) -> TensorCache:
-    """Return an empty cache, for a rank that returns before any samples can be read."""
+    """Return an empty cache, for a rank that returns early."""
     return TensorCache(Store([], Files(), Pool(0), 1, fingerprint))
 
 
 def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -> OldCache:
-    """Load a cache to reuse; raise StaleCacheError or ValueError if its fingerprint or caches do not fit."""
+    """Load a cache to reuse; refuse another fingerprint, or named caches."""
     old = OldCache(folder)
     for path, index in old.shards.indexes.items():
         try:
@@ -236,7 +238,7 @@ def _load_checked(folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -
 
 
 def _extend(job: Job, pattern: ShardPattern) -> None:
-    """Write the samples that the folder of a pattern does not contain yet."""
+    """Write the samples that a pattern's folder does not contain yet."""
     items, folder = job.items, pattern.folder or os.curdir
     files = folder_of(folder, job.options.get("fsync", True))
     names = files.names()
@@ -267,7 +269,8 @@ def _check_shared(
     new: Mapping[str, ShardIndex],
     seen: set[str],
 ) -> None:
-    """Raise ValueError if another rank has computed items of this rank: some items may then belong to no rank."""
+    """Raise ValueError if another rank has computed items of this rank."""
+    # Hazard: some items may then belong to no rank.
     # Earlier shards of other ranks rightly contain such items if all ranks now have another batch size, or if items with
     # keys have moved. Then this rank's earlier shards contain samples of other ranks, or all items have samples.
     remedy = f"build a new version on one process, with reuse={pattern.folder!r}, which keeps one sample of each key"
@@ -291,7 +294,7 @@ def _missing(
     failures: Failures,
     is_complete: bool = False,
 ) -> Iterator[list[Target]]:
-    """Yield batches up to the first changed item; raise StaleCacheError for it at the end, FormatError for a lost cache."""
+    """Yield batches up to the first changed item, then count all changes."""
     # With `is_complete`, a sample without an item and an item without a sample are errors, too. `seen` gets all keys.
     items = job.items
     comparison = Comparison(items, finished, folder)

@@ -1,4 +1,4 @@
-"""Compute the batches of `build` in the caller's thread; a background thread cuts and writes their samples."""
+"""The computation of a build's batches, in the caller's thread. A background thread cuts and writes their samples."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAX_WRITING = 2  # batches being written or waiting, while the next batch is co
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The arguments of a call of `build`; `options` are the options of `ShardWriter`."""
+    """The arguments of a call of `build`. `options` are for `ShardWriter`."""
 
     items: Items
     fn: Callable[[list[Any]], Any]
@@ -59,10 +59,10 @@ class Job:
 def compute(
     job: Job, batches: Iterable[list[Target]], sink: ShardWriter, failures: Failures, earlier: Iterable[ShardIndex]
 ) -> None:
-    """Run the function on each batch with a missing sample, and write the missing samples.
+    """Run the function on batches with missing samples, and write these.
 
-    If the items record failures, the missing samples of a batch that fails are computed one by one, and an item that fails
-    again is added to `failures`.
+    If the items record failures, the missing samples of a failed batch are computed one by one. An item that fails again is
+    added to `failures`.
 
     The caller's thread shows the progress after each batch. At the end, also after an error, `sink` is closed, which keeps the
     samples of its unfinished shard. Then the first error of either thread is raised. A tensor causes a warning if it differs in
@@ -107,7 +107,7 @@ def compute(
         waiting.append(thread.submit(write, copied, missing))
 
     def attempt(part: list[Target], before: Mapping[int, int] | None = None) -> list[Target]:
-        """Compute a batch, and return the items to compute one by one if it fails; record the failure of a single item."""
+        """Compute a batch; return the items to retry one by one."""
         if any(is_missing for _, is_missing in part):
             try:
                 submit(part if before is None else [(job.items.read_again(i, before[i.number]), True) for i, _ in part])
@@ -200,7 +200,7 @@ def _check_finite(key: str, sample: Any, sink: ShardWriter) -> None:
 
 
 class _TensorKinds:
-    """Dtypes and numbers of dimensions of the tensors in earlier samples, by name."""
+    """Dtypes and dimension counts of tensors in earlier samples, by name."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, str] = {}
@@ -212,7 +212,7 @@ class _TensorKinds:
             self._kinds = dict(_kinds_of(form, texts)) | self._kinds
 
     def check(self, sample: PackedSample) -> None:
-        """Warn once for each tensor whose dtype or number of dimensions differs from the first such tensor."""
+        """Warn once for each tensor that differs from the first such tensor."""
         for cache in sample.caches:
             form = cache.layout.form, cache.references
             for name, kind in _kinds_of(*form) if form != self._last else ():
@@ -236,7 +236,7 @@ def _describe_all(batch: list[Target]) -> str:
 
 
 class Batch:
-    """The samples that `fn` returned for a batch: a list, or nested dicts of tensors, arrays and lists with a row per sample.
+    """The samples that `fn` returned: a list, or nested dicts of rows.
 
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
@@ -276,7 +276,7 @@ class Batch:
         self._events = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     def rows(self) -> list[Any]:
-        """Wait for copies from devices, and return the samples as views of the batch."""
+        """Return the samples as views, after copies from devices have ended."""
         for event in self._events:
             event.synchronize()
         return list(_rows(self._returned, self._count))
@@ -306,7 +306,8 @@ def _rows(value: Any, count: int) -> Any:
 class SampleProgress(Progress):
     """The progress of a build in samples.
 
-    `num_old` counts samples that were finished before this call, which do not change the rate. `num_new` counts all others.
+    `num_old` counts samples that were finished before this call, which do not change the rate. `num_new` counts all other
+    samples.
 
     Threads: one thread calls `show_count` and changes `num_old`; another thread changes `num_new`.
     """

@@ -1,4 +1,4 @@
-"""Compare items with their finished samples, to find items that have changed, moved or been removed."""
+"""The comparison of items with their finished samples. It finds items that have changed, moved or been removed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Comparison:
         self._has_looked_ahead = self._has_warned = False
 
     def find_right(self, item: Item, places: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-        """Return the place, among `places`, of the sample that was made from an item; None if there is none.
+        """Return the place of the sample that was made from an item. The result is one of `places`, or None.
 
         For an item with a `digest`, only a sample with an equal `digest.txt` is right. Other digests are compared if both are
         known. If nothing can be compared, the first place is returned. Items that have changed or cannot be read are recorded.
@@ -71,7 +71,7 @@ class Comparison:
         return None
 
     def has_changed(self) -> bool:
-        """Return whether an item has changed; False if the source returns different values at each read."""
+        """Return whether an item has changed; False if the source is random."""
         first, items = self._first_changed, self._items
         if first is not None and self._is_random is None and items.compares and items.is_map:
             again = items[first.number]
@@ -82,10 +82,10 @@ class Comparison:
         return bool(self.changed)
 
     def check(self, after: int | None = None) -> None:
-        """Compare items that this rank has not compared yet, then warn of items that cannot be compared or read.
+        """Look ahead, then report all differences between items and samples.
 
-        `after` is the number of the last item that was compared, None at the end of the source. Raises StaleCacheError if items
-        whose keys are their positions have changed or were removed.
+        `after` is the number of the last item that was compared, None at the end of the source. Raises StaleCacheError if
+        items whose keys are their positions have changed or were removed. Warns of items that cannot be compared or read.
         """
         items = self._items
         # items of other ranks in an iterable are complete at its end
@@ -123,7 +123,7 @@ class Comparison:
         return (number for number in map(number_in, keys) if number is not None)
 
     def _look_ahead(self, after: int) -> None:
-        """Compare up to 64 items with finished samples: items of other ranks, and items after item `after`."""
+        """Compare up to 64 items of other ranks, or after item `after`."""
         # Some of these items differ if an earlier item was inserted or removed, or if ranks have another order.
         items = self._items
         if not (items.compares and items.are_numbered) or self.changed:
@@ -152,7 +152,7 @@ class Comparison:
 
 
 def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
-    """Raise ValueError if `shards` of other ranks contain samples with `keys` of this rank, which writes `pattern`."""
+    """Raise ValueError if other ranks have samples with this rank's `keys`. `pattern` names its shards."""
     for path, index in shards.items():
         if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
             raise ValueError(

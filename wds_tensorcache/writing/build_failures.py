@@ -1,4 +1,4 @@
-"""Items of `build` that fail: a record for each item, in a file of the cache's folder."""
+"""Records of the items that fail in a build, in its folder."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Failure:
 
 
 def text_of(exc: BaseException) -> str:
-    """Return the message of an exception, also if its `__str__` raises an error."""
+    """Return an exception's message, even if its `__str__` raises an error."""
     return str(traceback.TracebackException(type(exc), exc, None))
 
 
 class Failures:
-    """The failures of one call of `build` on one rank, and their file.
+    """The failures of one `build` call on one rank, and their file.
 
     Each rank replaces its own file as a whole. A kill loses failures that the file does not list yet. Their items have no
     samples, so the next call tries them again.
@@ -100,7 +100,7 @@ class Failures:
                 self._write()
 
     def save(self, is_complete: bool) -> None:
-        """Write the file; `is_complete` says that this call has tried all items, so no earlier failure counts any more."""
+        """Write the file. If this call has tried all items, earlier failures are dropped."""
         if is_complete:
             self.earlier.clear()
             for name in self._files_of_other_sizes:
@@ -112,7 +112,7 @@ class Failures:
         return _format(f for f in _parse(before, self.folder.locate(name)) if not self._is_own(f.item))
 
     def content(self) -> bytes:
-        """Return the content of the file: the failures of this call, and earlier failures of items that it has not reached."""
+        """Return the file's content, with earlier failures of items not reached."""
         later = {number: failure for number, failure in self.earlier.items() if number > self.reached}
         return _format((later | self.new).values())
 
@@ -160,7 +160,7 @@ def _format(failures: Iterable[Failure]) -> bytes:
 
 
 def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Failure]:
-    """Return the failures in all files of a folder, one for each item, in order; raise FormatError for any other file."""
+    """Return the failures in all files of a folder, one per item. Raises FormatError if a file has other content."""
     failures: dict[int, Failure] = {}
     for name in filter(_NAME, folder.names() if names is None else names):
         try:

@@ -1,4 +1,4 @@
-"""The items of a dataset, or of one rank, with their keys and digests; worker processes may read them."""
+"""The items of a dataset, or of one rank, for `build`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ NUM_COMPARED = 64
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One item of a dataset; `value` and `digest` are None if the item was not read, or could not be read.
+    """One item of a dataset.
 
+    `value` and `digest` are None if the item was not read, or could not be read. `digest` is also None without `digest=`.
     `origin` is the result of `digest_item`; 0 if there is none, or if the key of the item does not depend on its position.
     `failure` describes the error of an item that could not be read. The `key` is then `""` if it depends on the item's value.
-    `members` are written beside the cache, by extension.
+    `members` are the other members of the sample, by extension.
     """
 
     number: int
@@ -57,11 +58,12 @@ class Item:
 
 
 class Items(Dataset[Item]):
-    """The items of a map-style dataset or an iterable; on several ranks, the batches of one rank.
+    """The items of a map-style dataset or an iterable.
 
-    The rank of a batch depends only on the number of the batch and the world size. So ranks need not communicate, and a batch
-    has the same items for any world size. Of each `world_size` consecutive batches, every rank gets one batch, in pseudorandom
-    order. So if the shards of one rank are lost, any other number of ranks shares its batches evenly.
+    On several ranks, these are the batches of one rank. Worker processes may read them. The rank of a batch depends only on
+    the number of the batch and the world size. So ranks need not communicate, and a batch has the same items for any world
+    size. Of each `world_size` consecutive batches, every rank gets one batch, in pseudorandom order. So if the shards of one
+    rank are lost, any other number of ranks shares its batches evenly.
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.
@@ -154,7 +156,7 @@ class Items(Dataset[Item]):
                 yield range(begin, min(begin + self.batch_size, self._count))
 
     def batches(self, is_done: Callable[[str], bool]) -> Iterator[list[Item]]:
-        """Yield the batches of this rank's items. A batch has the same items, whatever `is_done` returns.
+        """Yield the batches of this rank's items. A batch has the same items for any `is_done`.
 
         Items of a map-style dataset are not read if all keys of their batch are known without reading, and `is_done` returns
         True for them. Items to compare are always read: all items if the caller gives digests, or if the source is a list or
@@ -205,7 +207,7 @@ class Items(Dataset[Item]):
 
     # Hazard: torch waits for ever for a batch that its queue cannot pickle. So workers pickle each item themselves.
     def _send(self, number: int) -> Item | tuple[int, str, bytes]:
-        """Return an item as number, key and pickle, or an item with the failure to pickle it."""
+        """Return an item as number, key and pickle, or with its failure."""
         item = self[number]
         try:
             return number, item.key, bytes(ForkingPickler.dumps(item))
@@ -223,7 +225,7 @@ class Items(Dataset[Item]):
         return item
 
     def _read_batches(self, is_done: Callable[[str], bool]) -> Iterator[Item]:
-        """Yield the items of a map-style dataset; an item that need not be read has no value."""
+        """Yield this rank's items. An item that need not be read has no value."""
         skipped: set[int] = set()
         keys = None
         if not self.has_digests and not (self.compares and isinstance(self._items, (list, tuple))):
@@ -238,7 +240,7 @@ class Items(Dataset[Item]):
             yield Item(i, keys[i]) if keys is not None and i in skipped else next(values)
 
     def _known_keys(self, is_done: Callable[[str], bool]) -> Sequence[str] | None:
-        """Return the keys of all items; None if they are not known without reading the items."""
+        """Return the keys of all items; None if only reading shows them."""
         if self._keys is not None:
             return None if callable(self._keys) else self._keys
         keys = [number_text(number) for number in range(self._count)]
@@ -251,7 +253,7 @@ class Items(Dataset[Item]):
         return keys
 
     def _iterate(self) -> Iterator[Item]:
-        """Yield the items of an iterable; items of other ranks are skipped."""
+        """Yield this rank's items of an iterable."""
         values = iter(self._items)
         for number in itertools.count():
             with _add_note_of_item(number):
@@ -272,9 +274,9 @@ class Items(Dataset[Item]):
         return self._item(number, self._items)
 
     def read_again(self, item: Item, before: int) -> Item:
-        """Return an item, read again from a map-style dataset; raise ValueError if `fn` has changed its only value in place.
+        """Return an item, read again from a map-style dataset.
 
-        `before` is the item's digest before the call of `fn`; 0 if it has none.
+        `before` is its digest before the call of `fn`, or 0. Raises ValueError if `fn` changed its only value in place.
         """
         value = self._items[item.number] if self.is_map else item.value
         if before and before != digest_item(value) == digest_item(item.value):
@@ -320,7 +322,7 @@ def _begin_worker(parent: int | None, worker: int) -> None:
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
-    """Yield items with their stored keys, and add these to `seen`; raise ValueError if `seen` already contains a key."""
+    """Yield items with their stored keys, and add these to `seen`. Raises ValueError if `seen` already contains a key."""
     for item in batch:
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)
@@ -346,10 +348,10 @@ def _not_sent(number: int, exc: Exception) -> TypeError:
 
 @contextlib.contextmanager
 def add_note_of(describe: Callable[[], str]) -> Iterator[None]:
-    """Add a note to an exception of the `with` block, except to an InvalidKeyError, whose message already names the item."""
+    """Add a note to an exception of the `with` block."""
     try:
         yield
-    except InvalidKeyError:
+    except InvalidKeyError:  # its message already names the item
         raise
     except Exception as exc:
         add_note(exc, f"tc.build: {describe()}")
@@ -384,7 +386,7 @@ def _check_key(key: Any, number: int, items: Any = None) -> None:
 
 
 def _open_without_cache(paths: list[Any]) -> TensorCache:
-    """Open the shards in a list; raise ValueError if they have a cache."""
+    """Open the shards in a list; refuse shards with a cache."""
     cache: TensorCache = open(paths)
     if any(shard.has_cache for shard in cache._store.shards):
         path = max(cache._store.shards, key=len).path
@@ -404,7 +406,7 @@ def number_text(number: int) -> str:
 
 
 def number_in(key: str) -> int | None:
-    """Return the item number that a key stands for; None if the key is not a number."""
+    """Return the item number in a key, None if there is none."""
     return int(key) if key.isascii() and key.isdecimal() and key == number_text(int(key)) else None
 
 

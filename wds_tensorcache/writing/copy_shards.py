@@ -1,4 +1,4 @@
-"""Write new shards from samples of old shards. All members are copied byte for byte, never decoded.
+"""New shards from samples of old shards. All members are copied byte for byte, never decoded.
 
 A new shard that equals an old shard is a hard link to it. Writing into a shard in place would change both, so code must
 write a new file and rename it.
@@ -71,7 +71,7 @@ class OldShard:
 
     @computed_once
     def keys(self) -> Keys:
-        """The keys with the prefix; raises InvalidKeyError if a reader would misread the name of a member."""
+        """The keys with the prefix. Raises InvalidKeyError if a reader would misread a member's name."""
         if not self.prefix:
             return self.index.keys
         suffixes, raws = self.members.suffixes, list[bytes]()
@@ -83,7 +83,7 @@ class OldShard:
 
     @computed_once
     def members(self) -> MemberTable:
-        """All members; raises FormatError unless the samples are in the order of the index, each with all its members."""
+        """All members. Raises FormatError unless they are in the order of the samples in the index."""
         members = self.index.members_in_order()
         if (np.diff(members.rows) < 0).any() or len(np.unique(members.rows)) != len(self.index.keys):
             raise FormatError("the index does not list the samples in their order", kind="index").at(self.path)
@@ -91,7 +91,7 @@ class OldShard:
 
     @computed_once
     def ends(self) -> Array:
-        """The byte offset at which each sample's last member ends, with its padding."""
+        """The byte offset of each sample's end, with padding."""
         members = self.members
         last = np.flatnonzero(np.diff(members.rows, append=len(self.index.keys)))
         ends: Array = members.begins[last] + members.sizes[last]
@@ -129,7 +129,7 @@ class NewShard:
 
     @property
     def link_to(self) -> OldShard | None:
-        """The old shard that has exactly these samples, their fingerprint and any footer needed; None if there is none."""
+        """The old shard with exactly these samples, or None. It has their fingerprint and any footer needed."""
         (old, *rows), *further_runs = self.runs
         is_whole = not further_runs and rows == [0, len(old.index.keys)]
         is_same = is_whole and old.fingerprint == old.index.fingerprint and not old.prefix
@@ -155,10 +155,11 @@ def write_cache(
     others: Mapping[str, bytes] | None = None,
     show: Callable[[int], object] = lambda num_samples: None,
 ) -> CopyReport:
-    """Write new shards and their manifest into a hidden folder, and rename it to `out`, a path that `check_new` returned.
+    """Write new shards and their manifest, and rename their folder to `out`.
 
-    The same call after an interruption takes over the shards that are complete in the hidden folder. `others` are the contents
-    of other files by name. `show` is called with the number of samples copied so far.
+    `out` is a path that `check_new` returned. Until the end, the folder is hidden. The same call after an interruption takes
+    over the shards that are complete in the hidden folder. `others` are the contents of other files by name. `show` is called
+    with the number of samples copied so far.
 
     Raises:
         FormatError: An old shard is damaged, does not match its index, or was changed since it was indexed.
@@ -253,7 +254,7 @@ class MemberRange:
 
 
 def append_range(ranges: list[MemberRange], path: str, begin: int, end: int, header: bytes = b"") -> None:
-    """Append a range, or extend the last range if it ends at byte `begin` of the same shard."""
+    """Append a range, or extend the last if it ends at `begin`."""
     last = ranges[-1] if ranges else None
     if last is not None and last.end == begin and not header and last.path == path:
         last.end = end
@@ -281,7 +282,7 @@ def write_shard(
     footer: bool = True,
     fsync: bool = True,
 ) -> ShardIndex:
-    """Write a shard from members of other shards; scan it, and return its index.
+    """Write a shard from members of other shards, and return its index.
 
     `origins` contains the result of `ShardIndex.origin` for each sample, in order. Raises FormatError, and writes nothing, if
     the ranges do not form an intact tar.

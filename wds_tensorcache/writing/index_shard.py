@@ -1,4 +1,4 @@
-"""Index a shard that another writer made, or list all shards of a folder."""
+"""Indexes of shards that other writers made, and manifests of folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_index(
     dali_index: bool = True,
     index_folder: str | os.PathLike[str] | None = None,
 ) -> ShardIndex:
-    """Write the index of a shard that another writer made as its sidecar, `PATH.index`, so that opening it needs no scan.
+    """Write the index of a shard that another writer made. With this sidecar, `PATH.index`, opening the shard needs no scan.
 
     The index keeps the fingerprint in an older index of the shard, or else the fingerprint in the manifest. It also keeps the
     digests of items and the original names of samples whose keys are in an older index. If a manifest in the
@@ -68,7 +68,7 @@ def write_index(
 def index_shard(
     path: str, dali_index: bool, index_folder: str | os.PathLike[str] | None = None
 ) -> tuple[ShardIndex, str | None]:
-    """Index a shard as `write_index` does; return the index, and the path of the manifest if the shard was added to one."""
+    """Index a shard as `write_index` does. Return the index, and the path of the manifest if it got a new entry."""
     is_remote = is_url(path)
     if index_folder is not None and not is_remote:
         raise ValueError(
@@ -137,7 +137,7 @@ def _place_of(path: str, index_folder: str | None) -> tuple[Folder, str]:
 
 
 def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardIndex | None:
-    """Return the index at the end of a shard if it has a fingerprint, else that in its sidecar, else any; None without one."""
+    """Return the stored index of a shard, preferably with a fingerprint."""
 
     def parse(read: Callable[[int, int], bytes], nbytes: int) -> ShardIndex | None:
         with contextlib.suppress(FormatError):
@@ -151,22 +151,21 @@ def _stored_index(file: ShardFile | RemoteFile, sidecar: bytes | None) -> ShardI
 
 
 def _with_older(index: ShardIndex, older: ShardIndex | None, fingerprint: Any) -> ShardIndex:
-    """Return `index` with the origins and the fingerprint of an older index.
-
-    If the older index has no fingerprint, use `fingerprint`, which comes from the manifest.
-    """
+    """Return `index` with the origins and the fingerprint of an older index."""
     if older is not None and older.fingerprint is not None:
         fingerprint = older.fingerprint
+    # else the fingerprint in the manifest, whose JSON may be of any type
     elif not isinstance(fingerprint, dict):
         fingerprint = None
     return replace(index, fingerprint=fingerprint, origins=None if older is None else older.origins_of(index.keys))
 
 
 def _find(manifest: Manifest, folder: Folder, path: str) -> str | None:
-    """Return the url of the file at `path` in a manifest, however `path` is spelled; None if it is not listed."""
+    """Return the manifest's url of the file at `path`, or None."""
     name = os.path.basename(path)
     for url in (*(url for url in manifest.entries if os.path.basename(url) == name), *manifest.entries):
         with contextlib.suppress(OSError, ValueError):
+            # their spellings may differ
             if os.path.samefile(folder.locate(url), path):
                 return url
     return None

@@ -1,4 +1,4 @@
-"""Compute the digest of an item of a dataset, by which `build` detects that an item has changed."""
+"""The digest of an item, by which `build` detects a changed item."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = "biufcSUmM"  # kinds of numpy dtypes whose bytes are their values
 
 
 def digest_item(value: Any) -> int:
-    """Return the digest of an item of plain values, paths, arrays and tensors; 0 if it has none.
+    """Return the digest of an item, or 0 if it has none.
 
     The digest is the XXH3-64 of the following bytes, or 1 if this hash is 0. Each value begins with a letter and, where its
     length can vary, a count of 8 bytes, so that different values have different bytes. All numbers are little-endian.

@@ -1,4 +1,4 @@
-"""Merge caches, or write a cache into shards of another length."""
+"""Caches merged into one, or written into shards of another length."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reshard(
     fsync: bool = True,
     progress: ProgressOption = None,
 ) -> CopyReport:
-    """Write the samples of a cache into shards of another length, in the same order; `source` is not changed.
+    """Write the samples of a cache into shards of another length. Their order stays, and `source` is not changed.
 
     All members are copied with their tar headers, byte for byte. Each new shard has the fingerprint of its samples. A new shard
     starts wherever the fingerprint of the samples changes.
@@ -77,7 +77,7 @@ def merge(
     fsync: bool = True,
     progress: ProgressOption = None,
 ) -> CopyReport:
-    """Write the samples of several caches into one new cache, one cache after the other; see `reshard`.
+    """Write the samples of several caches, in order, into a new cache. See `reshard`.
 
     Args:
         sources: Caches, as in `tc.open`.
@@ -125,7 +125,7 @@ def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
 
 
 def _unite_sources(shards: list[OldShard]) -> None:
-    """Give imported shards the same fingerprint if their fingerprints differ only in the source folders."""
+    """Give imported shards one fingerprint if only their source folders differ."""
     alike: dict[str, tuple[list[OldShard], list[Any]]] = {}  # shards, and all their source folders
     for shard in shards:
         fingerprint = shard.fingerprint or {}
@@ -141,7 +141,7 @@ def _unite_sources(shards: list[OldShard]) -> None:
 
 
 def _check_fingerprints(parts: list[list[OldShard]]) -> None:
-    """Raise StaleCacheError if a shard has a fingerprint that no shard of the first cache has."""
+    """Raise StaleCacheError if a fingerprint does not occur in the first cache."""
     texts, first = {as_text(shard.fingerprint) for shard in parts[0]}, parts[0][0]
     for shard in chain.from_iterable(parts[1:]):
         if as_text(shard.fingerprint) not in texts:
@@ -160,7 +160,7 @@ def _check_fingerprints(parts: list[list[OldShard]]) -> None:
 
 
 def _check_keys(shards: list[OldShard]) -> None:
-    """Raise InvalidKeyError if a key occurs in several shards; a shard's own keys are unique."""
+    """Raise InvalidKeyError if a key occurs in several shards."""
     table = KeyTable((shard.keys, None) for shard in shards)
     repeated = table.shared()
     if repeated:
@@ -198,7 +198,7 @@ def _divide(shards: Iterable[OldShard], max_samples: int, max_nbytes: int) -> It
 
 
 def _sizes(shard: OldShard) -> Any:
-    """Return the number of bytes that each sample needs in a new shard."""
+    """Return the number of bytes of each sample in a new shard."""
     if not shard.prefix:
         return np.diff(shard.ends, prepend=0)
     members = shard.members

@@ -1,4 +1,4 @@
-"""A new folder that appears with all its files by one rename, or not at all."""
+"""A new folder that one rename makes visible with all its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def check_local(path: str | os.PathLike[str], role: str) -> None:
-    """Raise ValueError if a path is a url; the error says that `role` must be local."""
+    """Raise ValueError if a path is a url. The message says that `role` must be local."""
     text = os.fsdecode(path)
     if is_url(text):
         remedy = "use a local folder, and copy it: shards first, then manifest.json, as in docs/remote_writing.md"
@@ -26,7 +26,7 @@ def check_local(path: str | os.PathLike[str], role: str) -> None:
 
 
 def check_new(out: str | os.PathLike[str], hint: str = "choose a new folder for the version") -> str:
-    """Return the absolute path of a folder that can be made or replaced.
+    """Return the absolute path of a folder to make or replace.
 
     Raises:
         FileExistsError: The path is a file, or a folder that cannot be replaced. If the folder is not empty, the message ends

@@ -1,4 +1,4 @@
-"""Names of the files of one writer, or of the ranks of one build: shards, their indexes, and temporary files."""
+"""Names of the files of one writer, or of a build's ranks. These are shards, their indexes, and temporary files."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ShardPattern:
         return self._join(self.folder, name)
 
     def number(self, name: str) -> int | None:
-        """Return the number in the name of a shard; None if the name does not match this pattern."""
+        """Return the number in a shard's name; None for any other name."""
         place = self._parse(name)
         return place[2] if place is not None and place[:2] == self._rank else None
 
@@ -86,16 +86,16 @@ class ShardPattern:
         return self.number(name) is not None
 
     def is_in_build(self, name: str) -> bool:
-        """Return whether a file name belongs to a shard of the same build, of any rank and any world size."""
+        """Return whether a name belongs to a shard of the same build. The shard may be of any rank and any world size."""
         return self._parse(name) is not None
 
     def is_of_other_rank(self, name: str) -> bool:
-        """Return whether a file name belongs to a shard of another rank, with the same world size."""
+        """Return whether another rank of the same world size wrote a shard."""
         place = self._parse(name)
         return place is not None and place[0] == self._rank[0] and place[1] != self._rank[1]
 
     def _parse(self, name: str) -> tuple[int, int, int] | None:
-        """Return world size, rank and number in the name of a shard of the same build; None for any other name."""
+        """Return world size, rank and number in a shard's name, or None."""
         base, (world_size, rank) = self._base, _DEFAULT_RANK
         if self.is_numbered:
             match = re.fullmatch(_build_regex(base), name)
@@ -110,9 +110,9 @@ class ShardPattern:
         return (world_size, rank, number) if base == name else None
 
     def is_other_world_size(self, name: str) -> bool:
-        """Return whether `name` is the pattern, without the folder, of a rank of this build with another world size.
+        """Return whether `name` is this build's pattern with another world size.
 
-        Ranks of both world sizes would compute the same samples.
+        `name` has no folder. Ranks of both world sizes would compute the same samples.
         """
         base, (world_size, _) = _without_rank(name)
         return base == self._base and world_size != self._rank[0]
@@ -123,12 +123,12 @@ class ShardPattern:
         return dict(sorted(numbers.items()))
 
     def build_shards(self, names: Iterable[str]) -> list[str]:
-        """Return the shards of the same build, of all ranks and world sizes, among file names."""
+        """Return the build's shards among `names`, by world size, rank and number."""
         places = {name: place for name in names if (place := self._parse(name)) is not None}
         return sorted(places, key=lambda name: (places[name], name))
 
     def shards_by_age(self) -> list[tuple[int, str]]:
-        """Return number and path of the existing shards of the same build, ascending by number.
+        """Return number and path of the build's existing shards, by number.
 
         If each writer starts at the next number in the folder, shards with higher numbers contain the newer samples of a key.
         """
@@ -136,7 +136,7 @@ class ShardPattern:
         return sorted((place[2], self.locate(name)) for name, place in places.items() if place is not None)
 
     def remove_strays(self) -> None:
-        """Delete the temporary files of killed writers, but no folders with such names.
+        """Delete the temporary files of killed writers, but no folders.
 
         The `WriterLock` of this pattern must be held: then a rank of a build with another world size cannot be running.
         """
@@ -151,19 +151,19 @@ class ShardPattern:
 
 
 def _build_regex(base: str) -> str:
-    """Return a regular expression for shards of a build; its groups are rank, world size and number."""
+    """Return a regular expression with the groups rank, world size and number."""
     rank = "(?:r([0-9]{1,9})of([0-9]{1,9})-)?"
     return rf"{rank}([0-9]+)".join(re.escape(part) for part in _NUMBER.split(base, maxsplit=1))
 
 
 def _with_rank(base: str, rank: int, world_size: int) -> str:
-    """Add the label of a rank, such as `r3of8-`, to the name in the pattern of a build on one process."""
+    """Add the label of a rank, such as `r3of8-`, before the number."""
     label = f"r{rank:0{len(str(world_size - 1))}}of{world_size}-" if world_size > 1 else ""
     return _NUMBER.sub(lambda number: label + number[0], base, count=1)
 
 
 def _without_rank(name: str) -> tuple[str, tuple[int, int]]:
-    """Remove the label of a rank from the name in a pattern; return the name, and the world size and rank."""
+    """Split a pattern's name into the base and (world size, rank)."""
     match = _RANK.search(name)
     if match is not None:
         base, rank, world_size = name[: match.start()] + name[match.end() :], int(match[1]), int(match[2])

@@ -1,4 +1,4 @@
-"""A lock that allows one writer at a time for a pattern of shard names, such as `train-%06d.tar`."""
+"""A lock on a pattern of shard names, such as `train-%06d.tar`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAIT_S = 0.2  # a process that checks the lock holds it for an instant
 
 
 class WriterLock:
-    """The exclusive right of this process to write the shards of a pattern, until `close`.
+    """The exclusive right to write the shards of a pattern, until `close`.
 
     The lock is on the file `.PATTERN.lock` in the folder. A missing folder is made. A read-only folder cannot be locked, nor
     can a folder on a file system without locks. Different patterns may still produce the same names, but a shard never

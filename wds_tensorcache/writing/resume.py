@@ -1,4 +1,4 @@
-"""Load the finished shards of a writer, find samples in them by key, and write indexes that a killed writer left out."""
+"""The finished shards of a writer, and their samples by key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from wds_tensorcache.writing.pattern import ShardPattern
 
 
 class FinishedShards:
-    """The indexes of finished shards, by path or url in the order of the shards."""
+    """The indexes of finished shards, by path or url, in order."""
 
     def __init__(self, indexes: Mapping[str, ShardIndex], files: Files) -> None:
         self.indexes, self.files = indexes, files
@@ -54,7 +54,7 @@ class FinishedShards:
         return bool(self._table.find(key))
 
     def find(self, key: str) -> list[tuple[str, int]]:
-        """Return (path of the shard, row in the shard) for each sample with this key."""
+        """Return (path of the shard, row) for each sample with this key."""
         numbers = [(position, bisect_right(self._starts, position) - 1) for position in self._table.find(key)]
         return [(self._paths[number], position - self._starts[number]) for position, number in numbers]
 
@@ -63,7 +63,7 @@ class FinishedShards:
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def stored_key(self, key: str) -> str:
-        """Return the older key of the same name if a sample has it, else `key`; see `older_key`."""
+        """Return the key under which a sample is stored: perhaps an `older_key`."""
         older = older_key(key)
         return key if older is None or older not in self else older
 
@@ -72,7 +72,7 @@ class FinishedShards:
         return bool(places) and all(self.has_cache(*place) for place in places)
 
     def read_member(self, path: str, row: int, suffix: str) -> bytes | None:
-        """Return a member of a sample; None if the sample has no member with that suffix."""
+        """Return a member of a sample, or None if it is missing."""
         member = self.indexes[path].members.get(suffix)
         at = -1 if member is None else member.find(np.array([row])).item()
         if member is None or at < 0:
@@ -96,9 +96,10 @@ class FinishedShards:
 def load_finished(
     shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
 ) -> FinishedShards:
-    """Load the indexes of finished shards, by path or url; raise FormatError if a shard is damaged, or differs from its entry.
+    """Load the indexes of finished shards, by path or url.
 
-    `shards` contains the manifest's entry of each shard, and a fingerprint for a shard whose index has none.
+    Raises FormatError if a shard is damaged, or differs from its entry. `shards` contains the manifest's entry of each shard,
+    and a fingerprint for a shard whose index has none.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
     remote = _load_remote(list(filter(is_url, shards)), files)
@@ -138,10 +139,11 @@ def take_over(
     fingerprint: Mapping[str, Any] | None,
     dali_index: bool,
 ) -> FinishedShards:
-    """Load the finished shards of a build; write missing `.idx` files and manifest entries, and remove stale entries.
+    """Load the finished shards of a build, and write missing sidecars.
 
-    `names` are all files in the folder, and `shards` the finished shards among them. `manifest` was read before `names`; it is
-    None if the writer has no manifest. See `load_finished` and `check_same` for errors.
+    Missing manifest entries are added, and stale entries removed. `names` are all files in the folder, and `shards` the
+    finished shards among them. `manifest` was read before `names`; it is None if the writer has no manifest. See
+    `load_finished` and `check_same` for errors.
     """
     listed = Manifest() if manifest is None else manifest
     finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
@@ -180,7 +182,7 @@ def take_over(
 
 
 def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
-    """Load the finished shards of a build that are not in `finished`, and add them to the manifest.
+    """List new finished shards of a build in the manifest. New shards are not in `finished`.
 
     `options` are the options of the `ShardWriter` that has written the shards of this rank. Return the indexes by path.
     """

@@ -1,4 +1,4 @@
-"""Versions of a cache: new folders that reuse the shards and samples of an old cache."""
+"""Versions of a cache: new folders that reuse its shards and samples."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
 
 
 def remove_abandoned(out: str) -> None:
-    """Delete the computed samples of a version that is complete, unless another call is still computing."""
+    """Delete the computed samples of a complete version. They stay while another call is still computing."""
     folder = _hidden(os.path.realpath(out))
     if os.path.isdir(folder) and not find_writer(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -154,10 +154,7 @@ def _hidden(out: str) -> str:
 
 
 def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> tuple[_Changes, Failures]:
-    """Compute the samples of this rank that are neither reusable nor computed already; return the changes and failures.
-
-    The keys of the rank's items are added to `keys`.
-    """
+    """Compute the missing samples of this rank, and fill `keys`."""
     changes: _Changes = {}
     sink = ShardWriter(str(pattern), resume=True, **job.options)
     folder = folder_of(pattern.folder, job.options.get("fsync", True))
@@ -179,10 +176,7 @@ def _compute(job: Job, old: OldCache, pattern: ShardPattern, keys: set[str]) -> 
 def _stale(
     job: Job, old: OldCache, computed: FinishedShards, pattern: ShardPattern, keys: set[str], changes: _Changes
 ) -> Iterator[list[Target]]:
-    """Yield batches of items that cannot reuse a sample.
-
-    The keys of all items are added to `keys`, and the changes to `changes`.
-    """
+    """Yield batches of items to compute; fill `keys` and `changes`."""
     # Batches are the same after an interruption, because they include the items that this rank has computed. The items that
     # ranks of another world size have computed are left out.
     items, todo = job.items, list[Target]()
@@ -229,7 +223,7 @@ def _write_version(
     fsync: bool,
     others: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Write a version: the shards of the old cache with the changes, then shards of new samples with these `keys`."""
+    """Write the old shards with the changes, then the new samples."""
     shards = {path: OldShard(path, index, computed.files) for path, index in computed.indexes.items()}
 
     def newest(key: str) -> Run:
@@ -255,7 +249,7 @@ def _write_version(
 
 
 def _add(plan: list[NewShard], url: str | Iterator[str], old: OldShard, changes: Mapping[int, Run | None]) -> None:
-    """Plan a copy of an old shard without some rows, or with replacements for them, unless no sample remains."""
+    """Plan a shard without the changed rows, or with their replacements."""
     runs, begin, count = list[Run](), 0, len(old.index.keys)
     for row, replacement in sorted(changes.items()):
         runs += [(old, begin, row)] * (begin < row)

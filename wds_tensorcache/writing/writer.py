@@ -1,4 +1,4 @@
-"""Write samples into shards with indexes, directly from the tensors' memory; unfinished shards have hidden names."""
+"""A writer of samples into shards with indexes. It writes directly from the tensors' memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PackedSample:
 
 
 class _UnfinishedShard:
-    """A shard that is being written; `nbytes` is the length of the members so far."""
+    """A shard that is being written. `nbytes` is the length of its members."""
 
     def __init__(self, path: str, name: str, output: Output) -> None:
         self.path, self.name = path, name
@@ -99,7 +99,7 @@ class _UnfinishedShard:
             raise
 
     def finish(self, footer: bool, fingerprint: Mapping[str, Any] | None) -> tuple[ShardEntry, ShardIndex]:
-        """Write the end of the archive and the index as its footer, make the shard visible, and return its entry and index."""
+        """Write the end and the footer, and make the shard visible."""
         try:
             self._output.check()
             index = dataclasses.replace(self._builder.finish(self.nbytes), fingerprint=fingerprint)
@@ -118,7 +118,7 @@ class _UnfinishedShard:
 
 
 class ShardWriter:
-    """A writer of samples into shards `train-000000.tar`, `train-000001.tar`, …, each with an index.
+    """A writer of samples into numbered shards, each with an index.
 
     A shard appears under its name when it is complete and on disk. Then its `.idx` for DALI appears, then its entry in
     `manifest.json`. If the `with` block raises, the unfinished shard is deleted, and the finished shards stay. A writer that is
@@ -128,8 +128,8 @@ class ShardWriter:
         pattern: A folder for shards `000000.tar`, `000001.tar`, …, or a path with one number such as `%06d` in its last part. A
             path that ends in `.tar` names a single shard of any length. Missing folders are made. Or a url of such a folder
             or path in an object store: `s3://`, `gs://` or `az://`.
-        max_samples: Maximum number of samples in a shard. With the default, 4,096, an interrupted `build` loses at most that
-            many samples, and a million small samples make 245 shards.
+        max_samples: Maximum number of samples in a shard. With the default, 4,096, a killed `build` in a local folder loses
+            one shard and three batches at most, and a million small samples make 245 shards.
         max_nbytes: A shard with at least this many bytes accepts no more samples.
         footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url.
         dali_index: Write `NAME.idx` for DALI next to each shard.
@@ -226,7 +226,7 @@ class ShardWriter:
         self._resumes = self.num_finished > 0
 
     def _begin(self, overwrite: bool, resume: bool) -> tuple[FinishedShards, int]:
-        """Take over or delete existing shards; return the shards taken over, and the number of the next shard."""
+        """Take over or delete existing shards; return them and the next number."""
         folder, pattern = self._folder, self._pattern
         # The manifest may list shards that other ranks have stored after the folder was listed. So it is read first.
         manifest = Manifest.of(folder) if self._manifest else None
@@ -250,7 +250,7 @@ class ShardWriter:
         return finished, max(existing) + 1 if resume and existing else 0
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a shard taken over by `resume=True` contains the key, so that `write` skips it."""
+        """Return whether a shard taken over by `resume=True` contains the key."""
         return isinstance(key, str) and key in self.finished
 
     def write(self, key: str, sample: Any = _NOTHING, /, **members: Any) -> None:
@@ -343,14 +343,14 @@ class ShardWriter:
             self._commit(shard)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most `most` shards are being uploaded; raise the error of the first upload that failed."""
+        """Wait until at most `most` shards are being uploaded."""
         while self._finishing and (len(self._finishing) > most or self._finishing[0].done()):
-            self._finishing[0].result()
+            self._finishing[0].result()  # raises the error of an upload that failed
             self._finishing.popleft()
 
     def _commit(self, shard: _UnfinishedShard) -> None:
-        """Make a shard visible, then its `.idx`, then its entry in the manifest, unless an earlier shard failed."""
-        # after a kill between two of these steps, `take_over` does the others
+        """Make a shard visible, then its `.idx`, then its manifest entry."""
+        # after a kill between two of these steps, `take_over` does the remaining steps
         try:
             if self._has_gap:
                 shard.drop()
@@ -415,10 +415,7 @@ class ShardWriter:
 
 
 def _pack_members(key: str, caches: Sequence[tuple[str, EncodedSample]], contents: Mapping[str, bytes]) -> PackedSample:
-    """Build the members of a sample from its encoded caches, by name, and its other members, by extension.
-
-    Memory: aliases the tensors of the caches, and `contents`.
-    """
+    """Build the members of a sample. Memory: aliases tensors and `contents`."""
     parts: list[Any] = []
     position = 0
     entries: list[CacheEntry] = []
@@ -477,7 +474,7 @@ def _drop_forgotten(pattern: ShardPattern, unfinished: list[_UnfinishedShard], p
 
 
 def _encode_plain(members: dict[str, Any]) -> dict[str, bytes]:
-    """Encode members by extension: bytes and text as they are, any JSON value for `json`, an int for `cls`."""
+    """Encode bytes, text, JSON values for `json`, and ints for `cls`."""
     result = {}
     for extension, value in members.items():
         kind = extension.rpartition(".")[2].lower()
