@@ -76,8 +76,8 @@ def app() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command, and return its exit status.
 
-    The status is 0 for success, 1 for bad data and faults of this package, 2 for wrong usage, 130 for an interruption, and 141
-    if the reader of stdout has ended.
+    The status is 0 for success, 1 for bad data and faults of this package, and 2 for wrong usage. It is 130 for an
+    interruption, and 141 if the reader of stdout has ended.
     """
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed by the shell, as in `2>&-`
         null = open(os.devnull, "r+")  # noqa: SIM115
@@ -102,7 +102,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run a command, print its error, and return the exit status; let BrokenPipeError and KeyboardInterrupt pass."""
+    """Run a command, print its error, and return the exit status."""
     try:
         instruction = os.environ.get(_COMPLETE_VARIABLE)
         if instruction:
@@ -122,6 +122,7 @@ def _run(arguments: Sequence[str]) -> int:
             _say(f"Try '{plain(exc.ctx.command_path)} --help'.")
         return _fail(" ".join(exc.format_message().split()), 2 if isinstance(exc, click.UsageError) else 1)
     except BrokenPipeError:
+        # `run` knows the status
         raise
     except Exception as exc:
         status = _status_of(exc)
@@ -134,7 +135,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _status_of(exc: Exception) -> int | None:
-    """Return the exit status for an error; None for a fault of the program."""
+    """Return the exit status for an error; None for faults of tensorcache."""
     if isinstance(exc, TensorCacheError):
         return 1
     # a missing extra, an OUT that exists, a wrong argument

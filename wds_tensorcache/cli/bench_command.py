@@ -1,4 +1,4 @@
-"""`tensorcache bench`: the speed at which this machine reads a cache, and the upper limits of this machine."""
+"""`tensorcache bench`: how fast this machine reads a cache, and its limits."""
 
 from __future__ import annotations
 
@@ -139,7 +139,8 @@ def bench(
 
 
 def _is_uneven(tensor: TensorSchema, num_samples: int) -> bool:
-    """Return whether batches cannot contain a tensor: its dtypes differ, or it is in lists of different lengths."""
+    """Return whether batches cannot contain a tensor."""
+    # its dtypes differ, or lists that contain it have different lengths
     is_in_list = any(map(str.isdecimal, tensor.name.split(".")))
     return isinstance(tensor.dtype, tuple) or (is_in_list and tensor.num_samples < num_samples)
 
@@ -157,14 +158,14 @@ def _describe_limit(rates: dict[str, float], sample_nbytes: int) -> str:
 
 
 def _choose(cache: tc.TensorCache, max_nbytes: int) -> Array:
-    """Return indices of samples at equal distances: all, or at most 262,144 with about `max_nbytes` bytes of tensors."""
+    """Return indices of samples at equal distances, with about `max_nbytes` of tensors."""
     total = sum(tensor.nbytes for tensor in cache.schema.values())
     count = len(cache) if total <= max_nbytes else max(1, int(len(cache) * max_nbytes / total))
     return np.array(spread(len(cache), min(count, _MAX_SAMPLES)), np.int64)
 
 
 def _read_extent(cache: tc.TensorCache, index: int, left_out: list[str]) -> _Extent:
-    """Read the tensors of a sample into the page cache; return their place, and the bytes of those that are not left out."""
+    """Read a sample's tensors into the page cache; return their place."""
     shard, row = cache._store.locate(cache._at(index))
     layout, begin = shard.layout(row), shard.columns.tensors_begin.item(row)
     shard.file.read(begin, begin + layout.nbytes)
@@ -174,7 +175,7 @@ def _read_extent(cache: tc.TensorCache, index: int, left_out: list[str]) -> _Ext
 
 
 def _find_collate(cache: tc.TensorCache) -> Any:
-    """Return a value of `collate` that lists tensors of several shapes or not in all samples, and stacks other tensors."""
+    """Return `collate` with lists for tensors that cannot be stacked."""
     ways = {}
     for tensor in cache.schema.values():
         is_uneven = tensor.shape is None or any(isinstance(size, tuple) for size in tensor.shape)

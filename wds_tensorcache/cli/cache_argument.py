@@ -13,7 +13,7 @@ from wds_tensorcache.storage.urls import shown
 
 @contextmanager
 def open_cache(path: str, name: str | None = None, num_threads: int | None = None) -> Iterator[tc.TensorCache]:
-    """Open a cache from the command line, and close it at the end.
+    """Open the cache of a command, and close it at the end.
 
     Raises:
         click.BadParameter: `name` is not valid.
@@ -32,7 +32,7 @@ def open_cache(path: str, name: str | None = None, num_threads: int | None = Non
 
 
 def sample_key(cache: tc.TensorCache, name: str) -> str:
-    """Return the key of a sample from its key or original name; raise KeyError with similar keys if there is no sample."""
+    """Return the key of a sample from its key or original name. Raise KeyError with similar keys if none fits."""
     if name not in cache and (safe := tc.safe_key(name)) in cache:
         return safe
     cache[name]

@@ -148,9 +148,10 @@ def import_command(
 
 
 def _json(text: str) -> Any:
-    """Return the JSON in a text, or the text if JSON would change it, such as `1.10`."""
+    """Return the JSON in a text, or else the text."""
     try:
         value = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):
         return text
+    # JSON would change a text such as `1.10`
     return text if isinstance(value, float) and json.dumps(value) != text else value

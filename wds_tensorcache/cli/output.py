@@ -67,7 +67,7 @@ class Output:
         return self.console.is_terminal and not self.as_json
 
     def result(self, value: Any) -> None:
-        """Print the result as JSON, if JSON was requested, with each list of numbers on one line; see `to_json`."""
+        """Print the result as JSON, if JSON was requested. Each list of numbers is on one line. See `to_json`."""
         if self.as_json:
             text = json.dumps(to_json(value), indent=2, allow_nan=False)
             sys.stdout.write(_NUMBERS.sub(lambda match: f"[{' '.join(match[1].split())}]", text) + "\n")
@@ -98,10 +98,10 @@ class Output:
             self.line(line)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
-        """Print a table, unless JSON was requested; the columns `right` are aligned to the right.
+        """Print a table, unless JSON was requested.
 
-        A cell is any object, or a `Text` whose parts went through `plain`. If the terminal is too narrow for a table of four
-        or more columns, each cell has its own line. In a file, no cell is wrapped.
+        The columns `right` are aligned to the right. A cell is any object, or a `Text` whose parts went through `plain`. If the
+        terminal is too narrow for a table of four or more columns, each cell has its own line. In a file, no cell is wrapped.
         """
         cells = [[cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row] for row in rows]
         table = Table(box=None, pad_edge=False, show_header=any(columns))
@@ -138,7 +138,7 @@ class Output:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Any]:
-        """Yield a function of (done, total) that shows a progress bar if stderr is a terminal."""
+        """Yield a function of (done, total) for a progress bar on stderr."""
         if not self._errors.is_terminal:
             yield lambda done, total: None
             return

@@ -1,4 +1,4 @@
-"""`tensorcache view`: a page that shows a cache, as one file or from a local server."""
+"""`tensorcache view`: a page about a cache, in a file or served."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def view_command(
 
 
 def _check_output(path: str) -> None:
-    """Raise UsageError if the path names no file or no folder, or if the file exists and is not a page, but a shard."""
+    """Refuse missing folders, and existing files other than pages."""
     if not os.path.basename(path):
         raise click.UsageError(f"-o {path!r}, expected the name of a file")
     folder = os.path.dirname(os.path.abspath(path))

@@ -1,1 +1,1 @@
-"""Importers: read the caches that trainers and other programs write, and store their samples in shards."""
+"""Importers of the caches that trainers and other programs write."""

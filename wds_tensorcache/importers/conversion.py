@@ -1,4 +1,4 @@
-"""Convert the samples of a source, and write them into shards. Each worker writes whole shards."""
+"""Conversion of the samples of a source into shards. Each worker writes whole shards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plan_shards(
     max_samples: float = math.inf,
     max_nbytes: float = math.inf,
 ) -> list[Sequence[int]]:
-    """Return the sample indices of each shard: divide samples by their number and by the sizes of their files."""
+    """Divide sample indices into shards by number and file sizes."""
     shared = Counter(file for index in indexes for file in samples[index].files)
     sizes: dict[str, float] = {}
     for file, count in shared.items():
@@ -87,7 +87,7 @@ class Written:
 
 @dataclass(slots=True)
 class Conversion:
-    """The conversion of the samples of a source with the options of `import_cache`."""
+    """The conversion of a source's samples with the options of `import_cache`."""
 
     folder: SourceFolder
     samples: Sequence[SourceSample]
@@ -160,7 +160,7 @@ class Conversion:
                 restore.join()
 
     def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
-        """Write one shard without bad samples, or raise the error of the first; raise InterruptedError if the import ends."""
+        """Write one shard; leave out bad samples unless `stops` is True."""
         written = Written()
         with self.open_writer(number) as writer:
             for index in indexes:
@@ -201,7 +201,7 @@ class Conversion:
         written.forms[form] = number + 1, first
 
     def _convert(self, sample: SourceSample, index: int) -> tuple[Loaded, Counter[str]]:
-        """Read, trim and narrow a sample; return the sample and the counts of saved bytes."""
+        """Read, trim and narrow a sample; count the saved bytes."""
         loaded = sample.load()
         for suffix in loaded.members:
             if suffix == FIELD or suffix.endswith(f".{FIELD}"):
@@ -223,10 +223,8 @@ class Conversion:
 
 
 def _is_fork_safe() -> bool:
-    """Return whether a forked child process can use torch, and will end with its parent.
-
-    Hazard: another thread may hold a lock, which stays locked in the child. CUDA and Arrow do not work after a fork.
-    """
+    # Hazard: a lock that another thread holds stays locked in the child. CUDA and Arrow do not work after a fork. Only Linux
+    # ends a child with its parent.
     return (
         sys.platform == "linux"
         and threading.active_count() == 1

@@ -1,4 +1,4 @@
-"""All formats that can be imported, and the function that chooses the format of a folder."""
+"""All import formats, and the choice of a folder's format."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ FORMATS: tuple[Format, ...] = (
 
 
 def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
-    """Return the format called `name`; for "auto", return the only format that recognizes files in the folder.
+    """Return the format called `name`, or the format that a folder has.
 
-    A generic format counts only if no other format recognizes files.
+    For "auto", exactly one format must recognize files. A generic format counts only if no other format recognizes files.
 
     Raises:
         ValueError: No format is called `name`. Or, for "auto", no format or several formats fit the folder.

@@ -1,4 +1,4 @@
-"""Import files that another program has written: read them in several processes, and write their samples into shards."""
+"""The import of another program's files into shards, by several processes."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def import_cache(
             processes for few samples, if `out` is a url, and where a fork is not safe: outside Linux, with several threads,
             with CUDA, or after an import of pyarrow or jax.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
-        max_samples: Maximum number of samples in a shard. An import of at least 128 samples or 64 MiB is divided into several
-            shards with about equal numbers of samples, so that all workers have work.
+        max_samples: Maximum number of samples in a shard. To keep all workers busy, an import of at least 128 samples or 64 MiB
+            makes several shards with about equal numbers of samples.
         max_nbytes: Approximate maximum length of a shard in bytes, estimated from the lengths of the imported files.
         progress: As for `tc.build`.
 
@@ -76,8 +76,8 @@ def import_cache(
         The counts, and every sample or file that was skipped.
 
     Raises:
-        TypeError, ValueError: `source` or an option has a wrong type or value, the format is unknown or cannot be chosen, the
-            folder has no samples, or two samples have the same name.
+        TypeError, ValueError: `source` or an option has a wrong type or value, or the format is unknown or cannot be chosen. Or
+            the folder has no samples, or two samples have the same name.
         FormatError: A file is bad or cannot be read, and `on_error` is "stop"; or the source has bad files and no samples.
         EncodeError, InvalidKeyError: A value or the name of a member cannot be stored, and `on_error` is "stop".
         OSError: Memory or file descriptors ran out, or a shard cannot be written.
@@ -141,7 +141,7 @@ def import_cache(
 
 
 def _open_folder(source: CachePaths, trust: bool) -> tuple[SourceFolder, str | list[str]]:
-    """Return the files of a source, and the source's entry in the fingerprint."""
+    """Return a source's files, and its entry in the fingerprint."""
     texts = list(iterate_texts(source))
     origin = [os.path.abspath(text) for text in texts]
     if len(texts) == 1 and os.path.isdir(texts[0]):
@@ -162,11 +162,7 @@ def _missing_shards(
     keys: Sequence[str],
     plan: Callable[[Sequence[int]], list[Sequence[int]]],
 ) -> dict[int, Sequence[int]]:
-    """Return the sample indices of each shard that must be written, by shard number.
-
-    After an interruption, the missing shards of the same plan are written. If the source has changed, the missing samples go
-    into new shards after the existing shards.
-    """
+    """Return the sample indices of unwritten shards, by shard number."""
     shards = dict(enumerate(plan(range(len(keys)))))
     stored_keys = [writer.finished.stored_key(key) for key in keys]
     missing = [index for index, key in enumerate(stored_keys) if key not in writer]
@@ -174,7 +170,7 @@ def _missing_shards(
     for path, index in writer.finished.indexes.items():
         planned = shards.pop(pattern.number(os.path.basename(path)) or 0, ())
         is_same &= {stored_keys[at] for at in planned}.issuperset(index.keys)
-    if not is_same:
+    if not is_same:  # the source has changed, so missing samples go into new shards after the existing shards
         return dict(enumerate(plan(missing), writer._number))
     rest = sorted(set(missing).difference(*shards.values()))  # bad samples of finished shards
     return shards | dict(enumerate(plan(rest), max(writer._number, 1 + max(shards, default=-1))))
@@ -200,7 +196,7 @@ def _complete(report: ImportReport, parts: Sequence[Written]) -> None:
 
 
 def _note_dtypes(parts: Sequence[Written], is_narrow: bool) -> list[str]:
-    """Return a list with a note if a tensor has several dtypes, else an empty list."""
+    """Return a note if a tensor has several dtypes."""
     dtypes: dict[str, set[str]] = {}
     for part in parts:
         for name, of_shard in part.dtypes.items():
@@ -217,14 +213,14 @@ def _note_dtypes(parts: Sequence[Written], is_narrow: bool) -> list[str]:
 
 
 def _entries_of(form: Iterable[str]) -> set[str]:
-    """Return the entries and members of a form, and the entries in whose place it has members."""
+    """Return the entries of a form, also those that members replace."""
     # A picture is a member such as `.image.png`; where it is null, the sample has an entry `image` instead.
     members = [part for part in form if part[:1] == "."]
     return {*form, *(member[1:end] for member in members for end in range(1, len(member)) if member[end] == ".")}
 
 
 def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished: FinishedShards) -> list[str]:
-    """Return the names of samples, given by key, with files that changed or vanished after their shards were written."""
+    """Return the names of stored samples whose files changed or vanished later."""
     if any(map(is_url, finished.indexes)):
         return []
     written_ns = {path: os.stat(path).st_ctime_ns for path in finished.indexes}
@@ -239,7 +235,7 @@ def _changed(samples: Mapping[str, SourceSample], folder: SourceFolder, finished
 
 
 def _keys_of(source: Source, folder: SourceFolder, name: str) -> list[str]:
-    """Return the keys of all samples. A key with a hash also carries the name of its sample."""
+    """Return the keys of all samples; hashed keys carry the samples' names."""
     if not source.samples:
         problem, fault = f"{folder.path} has no samples of the format {name!r}", folder.first_fault()
         if source.bad:

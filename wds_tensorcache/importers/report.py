@@ -1,4 +1,4 @@
-"""The result of an import: numbers of samples that were read, written and skipped, and the faults."""
+"""The result of an import: counts of samples, and faults."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ImportReport:
         changed: Names of samples whose files have changed since an earlier call wrote the samples. The cache keeps the old
             content.
         num_gone: Number of samples in the cache that the source no longer contains.
-        lacking: Top-level entries, and members such as `.txt`, that some samples written by this call lack. The value is the
-            number of samples that lack the entry or member, and the name of the first of these samples.
+        lacking: For each top-level entry, and each member such as `.txt`, that samples written by this call lack: the number of
+            these samples, and the name of the first.
         notes: Sentences about facts that the files do not contain, for example why there are more samples than files.
         unused: Relative paths of files that belong to no sample, for example pictures.
         nbytes: Bytes of the written tensors.

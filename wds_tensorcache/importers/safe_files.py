@@ -1,4 +1,4 @@
-"""Read numpy, torch and safetensors files as tensors. If a file is not trusted, no code in it runs, and memory is limited."""
+"""Readers of numpy, torch and safetensors files. In untrusted files, no code runs, and memory is limited."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REMEDY = "; if you trust the files, import them with --trust (trust=True)"
 
 
 def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
-    """Return the arrays of an `.npz` file by name, converted by `as_tensor`; unpickle objects only in a trusted file."""
+    """Return the arrays of an `.npz` file by name, converted by `as_tensor`. Objects are unpickled only in trusted files."""
     with folder.open(name) as file:
         files = arrays.list_zip(file)
         if not files:
@@ -50,19 +50,19 @@ def load_npz(folder: SourceFolder, name: str) -> dict[str, Any]:
 
 
 def list_zip(folder: SourceFolder, name: str) -> list[zipfile.ZipInfo]:
-    """Return the files in a zip; raise FormatError if it is damaged, or two files have the same name."""
+    """List a zip's files; raise FormatError for damage or repeated names."""
     with folder.open(name) as file:
         return list(arrays.list_zip(file).values())
 
 
 def load_npy(folder: SourceFolder, name: str) -> Any:
-    """Return the array in an `.npy` file, converted by `as_tensor`; unpickle objects only in a trusted file."""
+    """Return the array in an `.npy` file, converted by `as_tensor`. Objects are unpickled only in trusted files."""
     with naming(name):
         return as_tensor(parse_npy(folder.view(name), folder.trust))
 
 
 def parse_numpy(raw: bytes, kind: str, trust: bool) -> Any:
-    """Return the array or the dict of arrays in the content of an `npy` or `npz` file, with objects only if it is trusted."""
+    """Return the array or arrays in `npy` or `npz` content. Objects are unpickled only with `trust`."""
     if kind == "npy":
         return parse_npy(raw, trust)
     limit = _find_limit(len(raw), trust)
@@ -86,12 +86,12 @@ def load_torch(folder: SourceFolder, name: str, is_mapped: bool = False) -> Any:
 
 
 def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
-    """Return the object in a file of `torch.save` or `pickle.dump`, with tensors on the CPU; arrays stay arrays.
+    """Return the object in a file of `torch.save` or `pickle.dump`. Tensors are on the CPU; arrays stay arrays.
 
     Args:
         raw: Content of the file, which may be compressed by gzip.
-        trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code. Modules become
-            their state dicts.
+        trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code. Modules that
+            `torch.save` wrote become their state dicts.
         file: The file itself, if there is one.
 
     Raises:
@@ -143,7 +143,7 @@ def tensors_of(value: Any) -> Any:
 
 
 def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a `.safetensors` file, in the order of their bytes, and the file's metadata."""
+    """Return the tensors and metadata of a `.safetensors` file. Tensors are in the order of their bytes."""
     with naming(name):
         raw = folder.view(name)
         data_begin = 8 + int.from_bytes(raw[:8], "little")
@@ -153,7 +153,6 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
 
 @lru_cache(16)  # files whose tensors have equal shapes often have equal headers
 def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
-    """Return the layout and the metadata in the header of a `.safetensors` file of `nbytes` bytes."""
     layout, _ = parse_header(head, nbytes)
     return layout, json.loads(head[8 : layout.data_begin]).get("__metadata__") or {}
 
@@ -166,9 +165,9 @@ def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
 
 
 def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the stored tensors of a `.safetensors` file by name, in the order of their bytes, and the file's metadata.
+    """Return the tensors and metadata in the header of a `.safetensors` file.
 
-    Only the header is read.
+    Tensors are by name, in the order of their bytes. Only the header is read.
     """
     with folder.open(name) as file:
         nbytes = os.fstat(file.fileno()).st_size

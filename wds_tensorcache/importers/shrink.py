@@ -1,4 +1,4 @@
-"""Make samples smaller: convert float32 tensors to bfloat16 or float16, and leave out rows of padding."""
+"""Smaller samples: narrower floats, and tensors without rows of padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROBE = 4096  # elements to test first, since most tensors that cannot be narro
 
 
 def narrow(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float32 tensor as bfloat16 or float16 if converting it back gives the same bits; bfloat16 is tried first.
+    """Convert float32 to bfloat16, or else float16, if no bit is lost.
 
     NaN and negative zero must keep their bits, too. A tensor that cannot be narrowed is returned unchanged.
 
@@ -48,7 +48,7 @@ def _is_float16(bits: torch.Tensor) -> bool:
 
 
 def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, int]:
-    """Cut tensors after the last row that their masks mark; return the sample and the number of saved bytes.
+    """Cut tensors after the last row that their masks mark.
 
     A tensor `[N, …]` has a mask `[N]`. A tensor `[1, N, …]`, from a batch of one sample, may also have a mask `[1, N]`.
 
@@ -56,6 +56,9 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
         sample: Nested structure of tensors and small values, which is not changed.
         masks: Name of the mask of each tensor to trim; the mask keeps its length.
         drop_padding: Leave out rows even if they are not zero. The model must never use these rows.
+
+    Returns:
+        The sample with cut tensors, and the number of saved bytes.
 
     Raises:
         FormatError: The sample lacks a tensor or a mask, or contains the tensor twice. Or the lengths of a tensor and its mask
@@ -104,5 +107,5 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_zero(rows: torch.Tensor) -> bool:
-    """Return whether all bits are 0, so that `tc.pad` restores the same rows. Negative zero has a bit that is not 0."""
+    # all bits, because `tc.pad` would not restore negative zero
     return not bool(_flatten(rows).view(torch.uint8).any())

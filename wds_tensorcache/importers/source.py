@@ -30,7 +30,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class SourceSample:
-    """One sample of a source. It is read on request.
+    """A sample of a source, read on request.
 
     Attributes:
         name: Name in the source, for example a relative path without suffix.
@@ -90,7 +90,7 @@ class Faults(dict[str, str]):
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Record an error of the `with` block as the fault of a file, if `naming` makes it a FormatError."""
+        """Record a file's error if `naming` makes it a FormatError."""
         try:
             with naming(name):
                 yield
@@ -99,12 +99,12 @@ class Faults(dict[str, str]):
 
 
 def one_or_all(names: set[str]) -> str | list[str]:
-    """Return the name itself if there is only one name, else the sorted list of all names."""
+    """Return the only name, or a sorted list of all names."""
     return next(iter(names)) if len(names) == 1 else sorted(names)
 
 
 def name_media(paths: Sequence[str]) -> list[str]:
-    """Return a distinct name for each media file, made from its absolute path.
+    """Return distinct names of media files, made from their absolute paths.
 
     Names are relative to the folder that contains all files. A suffix is dropped if no other name is equal without its suffix.
     A repeated name gets a number: `clips/a`, `clips/a~2`.

@@ -31,13 +31,13 @@ _APPLE_DOUBLE = "._"  # macOS writes such a file next to each file, with the sam
 
 
 def is_fault(error: Exception) -> bool:
-    """Return whether a file may be the cause of an error: it is not a missing package, nor a lack of memory or descriptors."""
+    """Return whether a file may be the cause of an error."""
     return not isinstance(error, (ImportError, MemoryError)) and getattr(error, "errno", None) not in SHORTAGES
 
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """Add a file's name to errors; turn other errors for which `is_fault` is true into FormatError."""
+    """Add a file's name to errors; turn errors with `is_fault` into FormatError."""
     try:
         yield
     except TensorCacheError as exc:
@@ -113,7 +113,7 @@ class SourceFolder:
         self.ignored.sort()
 
     def first_fault(self) -> FormatError | None:
-        """Return an error for the first of `faults`, with the number of further equal faults; None without faults."""
+        """Return an error for the first of `faults`, or None. It counts further equal faults."""
         if not self.faults:
             return None
         name = min(self.faults)
@@ -142,7 +142,7 @@ class SourceFolder:
 
     @contextmanager
     def open(self, name: str) -> Iterator[io.FileIO]:
-        """Open a listed file; errors in the `with` block get its name, as in `naming`."""
+        """Open a listed file within `naming`."""
         with naming(name), io.FileIO(self.locate(name)) as file:
             yield file
 
@@ -152,18 +152,18 @@ class SourceFolder:
             return file.readall()
 
     def read_text(self, name: str) -> str:
-        """Return the stripped text of a file without its byte order mark; raise FormatError if it is not UTF-8."""
+        """Return the stripped text of a file. Raise FormatError if it is not UTF-8."""
         try:
             return self.read(name).decode("utf-8-sig").strip()
         except UnicodeDecodeError as exc:
             raise FormatError(f"is not UTF-8: {exc}").at(name) from exc
 
     def read_json(self, name: str, names_nan: bool = False) -> Any:
-        """Return the JSON in a listed file, or raise ValueError; with `names_nan`, NaN and infinities become texts."""
+        """Return the JSON in a listed file, or raise ValueError. With `names_nan`, NaN and infinities become texts."""
         return json.loads(self.read_text(name), parse_constant=str if names_nan else None)
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes `[begin, end)` of a listed file; raise FormatError if the file is shorter."""
+        """Return the bytes `[begin, end)` of a listed file. Raise FormatError if the file is shorter."""
         return bytes(self.view(name, begin, end))
 
     def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
@@ -173,9 +173,9 @@ class SourceFolder:
 
 
 def view_open(file: io.FileIO, begin: int = 0, end: int | None = None, shift: int = 0) -> memoryview:
-    """Return the bytes `[begin, end)` of an open file, by default the whole content, as writable memory.
+    """Return the bytes `[begin, end)` of an open file as writable memory.
 
-    Large contents begin `shift` bytes after the beginning of a page.
+    The default is the whole content. Large contents begin `shift` bytes after the beginning of a page.
 
     Raises:
         FormatError: The file ends before byte `end`, or was truncated during the read.

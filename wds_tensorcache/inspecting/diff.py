@@ -25,7 +25,7 @@ _WHOLE = "the sample"  # in place of an empty path
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A difference in one tensor, small value or other member of a sample.
+    """A difference in one sample's tensor, small value or other member.
 
     Attributes:
         key: Key of the sample.
@@ -70,11 +70,12 @@ class CacheDiff:
 def diff_caches(
     first: TensorCache, second: TensorCache, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> CacheDiff:
-    """Compare two caches sample by sample: each tensor bit for bit, all small values, and other members.
+    """Compare two caches sample by sample.
 
-    If the digests of two samples' tensors and the bytes of their skeletons are equal, the tensors are not read, so damage in
-    them is not noticed; `tc.verify` finds it. If a key occurs several times, the samples with this key are compared in order.
-    `progress` is called with the number of compared samples, and of all samples in `first`.
+    Tensors are compared bit for bit. Small values and other members are compared, too. If the digests of two samples' tensors
+    and the bytes of their skeletons are equal, the tensors are not read. Damage in them is then not noticed; `tc.verify` finds
+    it. If a key occurs several times, the samples with this key are compared in order. `progress` is called with the number of
+    compared samples, and of all samples in `first`.
 
     Raises:
         OSError: A shard cannot be read.
@@ -102,7 +103,6 @@ def diff_caches(
 
 
 def _find_counterpart(cache: TensorCache, other: TensorCache, key: str, index: int) -> int | None:
-    """Return the index of the sample in `other` that corresponds to sample `index` of `cache`; None if there is none."""
     indices = other._find_all(key)
     place = cache._find_all(key).index(index)
     return indices[place] if place < len(indices) else None
@@ -119,7 +119,6 @@ class _Stored:
         return stored[begin:]
 
     def member(self, suffix: str) -> bytes | None:
-        """Return the content of a member outside the cache; None if the sample has no such member."""
         position = self.shard.find_members(np.array([self.row]), suffix).item()
         return None if position < 0 else self.shard.file.read(*self.shard.member_extent(suffix, position))
 
@@ -193,7 +192,6 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _max_difference(first: torch.Tensor, second: torch.Tensor) -> float | None:
-    """Return the largest absolute difference of two tensors; None without elements, or if the dtype has no arithmetic."""
     largest = []
     for begin in range(0, first.numel(), _NUM_AT_ONCE):
         try:
@@ -215,7 +213,7 @@ def _widen(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _compare_values(first: Any, second: Any, in_both: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the path of each value that differs, and a description; `in_both` are the names of tensors in both samples."""
+    """Yield the path of each value that differs, and a description."""
     # Hazard: a hostile sample may nest deeply, contain itself, or contain one list many times. So no function calls itself,
     # and each pair of containers is compared once.
     met: set[tuple[int, int]] = set()
@@ -242,6 +240,7 @@ def _compare_values(first: Any, second: Any, in_both: Collection[str]) -> Iterat
                     inner.append((name, ones[typed], twos[typed]))
                     continue
                 item = (ones if typed in ones else twos)[typed]
+                # `_compare_samples` reports a tensor whose name only one sample has
                 if not isinstance(item, Lazy) or name in in_both:
                     kind = "" if typed[0] is str else f", with a key of type {typed[0].__name__}"
                     yield name, f"is only in the {'first' if typed in ones else 'second'} cache{kind}"
@@ -257,14 +256,13 @@ def _compare_values(first: Any, second: Any, in_both: Collection[str]) -> Iterat
 
 
 def _option(container: Any) -> str:
-    """Return what a defaultdict or a deque contains besides its items, as text."""
     if isinstance(container, defaultdict):
         return f"default_factory={container.default_factory!r}"
     return f"maxlen={container.maxlen}" if isinstance(container, deque) else ""
 
 
 def _is_same(one: Any, two: Any) -> bool:
-    """Return whether two values of the same type are equal. NaN equals NaN, but 0.0 is not -0.0."""
+    """Return whether two values are equal: NaN equals NaN, 0.0 not -0.0."""
     if type(one) in ATOMS:
         return repr(one) == repr(two)  # which distinguishes NaN, 0.0 and -0.0
     try:

@@ -1,4 +1,4 @@
-"""Planes of a tensor to draw, and the levels of their colors, for the page and the terminal."""
+"""Planes of a tensor to draw, and the levels of their colors."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ class Planes:
 
 
 def find_planes(name: str, dtype: Any, shape: Sequence[int]) -> Planes | None:
-    """Return the planes of a tensor to draw; None if it has fewer than two elements, more than 67 million, or no numbers.
+    """Return the planes of a tensor to draw, or None.
 
-    Pictures are latents and images `[C, H, W]`, uint8 images `[H, W, C]`, the middle frame of videos `[C, T, H, W]`, and
-    masks `[H, W]`. Leading dimensions of length 1 do not count. Moments contain means, and then deviations or variances; only
-    the means are drawn. Any other tensor `[…, H, W]` is a map, and `[N]` is one row.
+    Tensors with fewer than two elements, more than 67 million, or no numbers are not drawn. Pictures are latents and images
+    `[C, H, W]`, uint8 images `[H, W, C]`, the middle frame of videos `[C, T, H, W]`, and masks `[H, W]`. Leading dimensions of
+    length 1 do not count. Only the means of moments are drawn. Any other tensor `[…, H, W]` is a map, and `[N]` is one row.
     """
     if not _is_number(dtype) or not 2 <= math.prod(shape) <= _MAX_ELEMENTS:
         return None
@@ -138,7 +138,7 @@ def shrink(planes: Array, height: int, width: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Colors:
-    """The map from the numbers of one tensor to levels, the same for all samples.
+    """The map from numbers of one tensor to levels, for all samples.
 
     Attributes:
         mean, basis: Center `[C]` and principal components `[3, C]`; None for tensors of one or three channels.
@@ -199,7 +199,7 @@ def _range_of(pixels: Array, is_uint8: bool) -> tuple[float, float]:
 
 
 def levels_of(planes: Array, colors: Colors) -> Array:
-    """Return levels in [0, 1], `[1, H, W]` or `[3, H, W]`, NaN where a plane is not finite."""
+    """Return levels in [0, 1], `[1, H, W]` or `[3, H, W]`. Places where a plane is not finite are NaN."""
     is_finite = np.isfinite(planes).all(0)
     planes = np.where(is_finite, planes, 0)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -211,7 +211,7 @@ def levels_of(planes: Array, colors: Colors) -> Array:
 
 
 def heat(levels: Array) -> Array:
-    """Return the colors of levels `[H, W]`, uint8 `[H, W, 3]`: dark for 0, bright for 1, red for NaN."""
+    """Return the colors of levels `[H, W]`, uint8 `[H, W, 3]`. 0 is dark, 1 bright, NaN red."""
     is_finite = np.isfinite(levels)
     place = np.where(is_finite, levels, 0) * (len(_COLORS) - 1)
     below = np.clip(place.astype(np.int64), 0, len(_COLORS) - 2)

@@ -1,4 +1,4 @@
-"""Read the tensors of many samples, in order. Threads fetch tensors of remote shards ahead."""
+"""Reads of the tensors of many samples, in order. Threads fetch tensors of remote shards ahead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def map_samples(cache: Cache[Any], indices: Sequence[int], run: Callable[[int], 
 
 
 def read_samples(cache: Cache[Any], indices: Sequence[int]) -> Iterator[_Read]:
-    """Yield the index of each sample, its lazy tensors by name, and the error of the read or None.
+    """Yield each sample's index, lazy tensors by name, and error or None.
 
     Memory: the tensors of a remote sample are copied into memory, unless a member has more than 4 MiB of them.
     """
@@ -50,7 +50,7 @@ def read_samples(cache: Cache[Any], indices: Sequence[int]) -> Iterator[_Read]:
 
 
 def _fetch(lazies: dict[str, Lazy]) -> dict[str, Lazy]:
-    """Read lazy tensors into memory by one request for each member; return them as they are if a member is large."""
+    """Read lazy tensors into memory by one request for each member."""
     members: dict[int, list[Lazy]] = {}
     for lazy in lazies.values():
         members.setdefault(id(lazy._source), []).append(lazy)

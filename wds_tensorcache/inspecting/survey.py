@@ -1,4 +1,4 @@
-"""A survey of a cache: statistics of its tensors and repeated tensors, and for a page also colors and unusual samples."""
+"""A survey of a cache: statistics, repeated tensors, colors, and unusual samples."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def dtype_names(tensor: TensorDescription) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A tensor that is stored `count` times, with its name and sample at the first occurrence."""
+    """A tensor stored `count` times, first as `name` in the sample `key`."""
 
     name: str
     key: str
@@ -132,7 +132,7 @@ class RepeatCounter:
         self._is_partial = False
 
     def add(self, digest: int, name: str, key: str, nbytes: int) -> None:
-        """Count a tensor, unless it is empty, by the digest of its dtype, shape and bytes."""
+        """Count a tensor by its digest, unless it is empty."""
         name, key, nbytes, count = self._kept.get(digest, (name, key, nbytes, 0))
         if nbytes and (count or len(self._kept) < _MAX_DIGESTS):
             self._kept[digest] = name, key, nbytes, count + 1
@@ -149,7 +149,7 @@ class RepeatCounter:
 
 
 class Mark(NamedTuple):
-    """A reason to look at a sample, in a few words, and in a sentence that names the tensor."""
+    """A reason to look at a sample, short and as a sentence."""
 
     short: str
     text: str
@@ -177,7 +177,7 @@ class Survey:
         FormatError, OSError: A sample is damaged, cannot be read, or needs a class that is not in `allow=`; without `for_page`.
 
     Memory: 128 KiB for each examined tensor, and at most 100 MB for digests. A page also takes a few hundred bytes for each
-        tensor in each sample, and until the colors are computed, up to 48 reduced pictures of each tensor.
+        tensor in each sample. Until the colors are computed, it takes up to 48 reduced pictures of each tensor.
     Threads: immutable after `__init__`, so safe to share.
     """
 
@@ -258,7 +258,7 @@ class Survey:
         return self._colors.get(key) or fit_colors([loaded], key[2])
 
     def _find_usual(self) -> tuple[dict[tuple[str, str], tuple[float, float]], set[str]]:
-        """Return the usual ranges by tensor and property, and the names of tensors that are often constant."""
+        """Return usual ranges by tensor and property, and often constant tensors."""
         usual: dict[tuple[str, str], tuple[float, float]] = {}
         constant: set[str] = set()
         for name in self.positions if self.samples else ():
@@ -281,7 +281,7 @@ class Survey:
         return usual, constant
 
     def marks(self, sample: Values) -> list[Mark]:
-        """Return the reasons to look at a sample: NaN, infinities, unusual means and deviations, and unusual constants."""
+        """Return marks for NaN, infinities, and unusual means, deviations and constants."""
         marks = []
         for name, values in sample.items():
             if values is None:
@@ -305,7 +305,7 @@ class Survey:
 
 
 def stored_nbytes(lazies: Mapping[str, Lazy]) -> int:
-    """Return the bytes of the tensors of a sample; a tensor with several names counts once."""
+    """Return the bytes of a sample's tensors. A tensor with several names counts once."""
     return sum(lazy.nbytes for name, lazy in lazies.items() if name == lazy.name)
 
 
@@ -314,7 +314,7 @@ def _color_key(name: str, lazy: Lazy, planes: Planes) -> tuple[str, int, bool]:
 
 
 def _describe_intact(cache: Cache[Any], indices: Sequence[int]) -> Description:
-    """Describe all samples. If `describe` meets a damaged sample, describe only the intact samples in `indices`."""
+    """Describe all samples, or after damage the intact samples in `indices`."""
     try:
         return cache.describe()
     except FormatError:

@@ -1,4 +1,4 @@
-"""Numbers, shapes and values as text of bounded length, and the escapes of texts in the page."""
+"""Numbers, shapes and values as short text, and escapes for the page."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
 def number_text(value: float | None) -> str:
-    """Return a number with four significant digits, or an integer below 10^9 with all digits; `-` in place of None."""
+    """Return a number with four significant digits, or `-` for None. Integers below 10^9 keep all digits."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) and abs(value) < 10**9 else f"{value:.4g}"
 
 
 def shape_text(shape: Any) -> str:
-    """Return a shape, for example `[3..7, 16]`; `[…]` if samples differ in their number of dimensions."""
+    """Return a shape, for example `[3..7, 16]`; `[…]` if numbers of dimensions differ."""
     if shape is None:
         return "[…]"
     return f"[{', '.join('..'.join(map(str, size)) if isinstance(size, tuple) else str(size) for size in shape)}]"
 
 
 def dtype_text(dtype: Any) -> str:
-    """Return a short name of a dtype, such as `bf16`, `f8_e4m3fn` or `<U5`; `f16/f32` for several dtypes."""
+    """Return a short name of a dtype, such as `bf16` or `<U5`. Several dtypes are `f16/f32`."""
     if isinstance(dtype, tuple):
         return "/".join(map(dtype_text, dtype))
     if isinstance(dtype, np.dtype) and dtype.kind in "SUMm":
@@ -45,18 +45,18 @@ def dtype_text(dtype: Any) -> str:
 
 
 def tensor_text(tensor: Any) -> str:
-    """Return the dtype and shape of a lazy tensor or of a tensor's schema, such as `bf16[77, 2048]`."""
+    """Return dtype and shape of a lazy tensor or schema: `bf16[77, 2048]`."""
     return dtype_text(tensor.dtype) + shape_text(tensor.shape)
 
 
 def escape_hidden(text: str, limit: int = 200) -> str:
-    """Cut a text to `limit` characters and `…`, and replace characters that hide or reorder text by escapes."""
+    """Cut a text to `limit` characters, and escape hidden or reordering characters."""
     cut_text = text[:limit] + "…" * (len(text) > limit)
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), cut_text)
 
 
 def page_text(value: Any, limit: int = 200) -> str:
-    """Return a value for the page: a string without quotes, any other value in the form of `value_text`."""
+    """Return a value as text for the page. Strings have no quotes."""
     return escape_hidden(value if isinstance(value, str) else value_text(value, limit), limit)
 
 
@@ -72,7 +72,7 @@ def num_stored(text: str) -> int:
 
 
 def cut(text: str, max_nbytes: int) -> str:
-    """Return a text, shortened with `…` if needed, so that it takes at most `max_nbytes` in the page."""
+    """Shorten a text with `…` to at most `max_nbytes` in the page."""
     if len(text) <= max_nbytes and num_stored(text) <= max_nbytes:
         return text
     room = max(0, max_nbytes - 3)  # "…" takes three bytes
@@ -83,7 +83,7 @@ def cut(text: str, max_nbytes: int) -> str:
 
 
 def json_number(value: float) -> float | int | str:
-    """Return a number for the page, a float with six significant digits; integers from 2^53 on, NaN and Inf become text."""
+    """Return a number for the page with six significant digits. Integers from 2^53 on, NaN and Inf become text."""
     if isinstance(value, int):
         return int(value) if abs(value) < 1 << 53 else f"{value:.6g}"
     value = float(f"{value:.6g}")

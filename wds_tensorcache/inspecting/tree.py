@@ -1,4 +1,4 @@
-"""The structure of samples as one tree of bounded size: containers, small values and tensors."""
+"""The structure of samples as a tree of bounded size."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Node:
 
 
 def describe_samples(samples: Sequence[Any], tensors: Mapping[str, Any] | None = None) -> Node:
-    """Return the structure of one or more lazy samples; no tensor is read.
+    """Return the structure of one or more lazy samples.
 
-    The tree has at most 2,000 places, 100 items of each container, and 40 levels. A container that occurs again has no
-    children. Containers are dicts that are not empty, and lists, tuples and deques that contain a tensor. All other objects are
-    values. `tensors` contains schemas by name, with the shapes and dtypes in all samples of the cache.
+    No tensor is read. The tree has at most 2,000 places, 100 items of each container, and 40 levels. A container that occurs
+    again has no children. Containers are dicts that are not empty, and lists, tuples and deques that contain a tensor. All
+    other objects are values. `tensors` contains schemas by name, with the shapes and dtypes in all samples of the cache.
     """
     return _Builder(tensors or {}).visit("", samples, 0)
 
@@ -104,7 +104,7 @@ def _is_example(value: Any) -> bool:
 
 
 def small_values(sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each small value of a lazy sample, such as `text.prompt`, and the value."""
+    """Yield a lazy sample's small values by name, such as `text.prompt`."""
     paths: list[tuple[Any, ...]] = []
     map_leaves(sample, lambda lazy: None, paths.append)
     for path in paths:

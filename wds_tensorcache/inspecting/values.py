@@ -1,4 +1,4 @@
-"""Statistics of the numbers of tensors, in one pass over parts of bounded size."""
+"""Statistics of the numbers of tensors, in one pass over bounded parts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ValueStatistics:
 
 
 def compute_statistics(values: Array) -> ValueStatistics:
-    """Return the statistics of an array `[n]` of bools, integers or floats, without a histogram."""
+    """Return the statistics of bools, integers or floats `[n]`, without a histogram."""
     num_zero = len(values) - int(np.count_nonzero(values))
     is_finite = np.isfinite(values)
     finite = values if is_finite.all() else values[is_finite]
@@ -110,7 +110,7 @@ def merge_statistics(one: ValueStatistics, two: ValueStatistics) -> ValueStatist
 
 
 class ValueSample:
-    """A random sample of all finite values that were added, of bounded size. Equal calls of `add` give equal samples."""
+    """A random sample of finite values, of bounded size. Equal calls of `add` give equal samples."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(0)
@@ -152,7 +152,7 @@ class ValueSample:
 
 
 def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
-    """Yield the elements of a tensor or array as pairs of a buffer, and a 1-D tensor or array that aliases it.
+    """Yield parts of a tensor: buffers, each with a 1-D view.
 
     Raises:
         FormatError: The shard was changed, or the bytes are not values of the dtype; the message then names the tensor.
@@ -171,10 +171,10 @@ def read_parts(lazy: Lazy) -> Iterator[tuple[Any, Any]]:
 
 
 def as_numbers(part: Any) -> Array | None:
-    """Return a tensor or array as an array of bools, integers or floats; None for texts, dates and packed float4.
+    """Return a tensor or array as bools, integers or floats, or None.
 
-    The real and imaginary parts of complex numbers form a further dimension of size 2. Floats of less than 32 bits
-    become float32.
+    Texts, dates and packed float4 have no numbers. The real and imaginary parts of complex numbers form a further dimension of
+    size 2. Floats of less than 32 bits become float32.
     """
     if isinstance(part, torch.Tensor):
         if "float4" in str(part.dtype):  # two numbers in each byte, which torch does not convert
@@ -195,9 +195,9 @@ def as_numbers(part: Any) -> Array | None:
 
 
 def measure(lazy: Lazy, sample: ValueSample | None = None, digest: Any = None) -> ValueStatistics | None:
-    """Return statistics of one tensor without a histogram; None if its elements are not numbers. See `read_parts` for errors.
+    """Return statistics of a tensor without a histogram; None without numbers.
 
-    All values are added to `sample`, and all bytes to `digest`, a hash object of xxhash.
+    See `read_parts` for errors. All values are added to `sample`, and all bytes to `digest`, a hash object of xxhash.
     """
     statistics: ValueStatistics | None = ValueStatistics()
     for buffer, part in read_parts(lazy):

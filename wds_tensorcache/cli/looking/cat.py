@@ -135,7 +135,6 @@ def _dtype(lazy: Lazy) -> str:
 
 
 def _is_text(content: bytes) -> bool:
-    """Return whether bytes are printable text, which may be written to a terminal."""
     try:
         return content.decode().replace("\n", "").replace("\t", "").isprintable()
     except UnicodeDecodeError:
@@ -143,7 +142,6 @@ def _is_text(content: bytes) -> bool:
 
 
 def _open_stdout(is_text: bool = False) -> Any:
-    """Return stdout for bytes; raise an error if it is a terminal and the content is not text."""
     if sys.stdout.isatty() and not is_text:
         raise click.UsageError("this is binary: redirect it to a file, as in `> FILE`")
     return sys.stdout.buffer

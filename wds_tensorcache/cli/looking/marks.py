@@ -49,10 +49,10 @@ def is_unicode(console: Console) -> bool:
 
 
 def heat_map(plane: Any, console: Console, width: int, height: int) -> list[Text]:
-    """Return at most `height` lines of at most `width` characters that show a plane of a tensor, float32 `[1, H, W]`.
+    """Draw a plane of a tensor, float32 `[1, H, W]`, as text.
 
-    With colors, each line shows two rows of the plane. Proportions are kept if the longer side of the plane is at most four
-    times the shorter side.
+    There are at most `height` lines of at most `width` characters. With colors, each line shows two rows of the plane.
+    Proportions are kept if the longer side of the plane is at most four times the shorter side.
     """
     rows, columns = plane.shape[1:]
     if rows <= 4 * columns and columns <= 4 * rows:  # a character is about twice as high as it is wide

@@ -1,4 +1,4 @@
-"""`tensorcache show`: one sample as a tree, or one of its tensors in full."""
+"""`tensorcache show`: one sample as a tree, or one tensor in full."""
 
 from __future__ import annotations
 
@@ -114,7 +114,6 @@ def _show_sample(output: Output, cache: tc.TensorCache, key: str, sample: Any, m
 def _tensor_lines(
     output: Output, label: Text, lazy: Lazy, values: ValueStatistics | None, is_drawn: bool
 ) -> list[Text]:
-    """Return the line about a tensor, and its heat map if it is drawn."""
     label.append(plain(tensor_text(lazy)), "cyan").append(" (numpy)" * (lazy._reference.kind == "ndarray"), "dim")
     if values is not None:
         label.append("  ").append_text(values_text(values))
@@ -141,7 +140,6 @@ def _measure(key: str, lazy: Lazy) -> ValueStatistics | None:
 
 
 def _preview(content: bytes) -> str:
-    """Return the beginning of a member that is text; `""` for a binary member."""
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -186,7 +184,6 @@ def _show_tensor(output: Output, key: str, lazy: Lazy, maps: bool) -> None:
 
 
 def _show_maps(output: Output, lazy: Lazy) -> None:
-    """Draw planes of a tensor, side by side if the terminal is wide."""
     planes = find_planes(lazy.name, lazy.dtype, lazy.shape)
     if planes is None:
         return

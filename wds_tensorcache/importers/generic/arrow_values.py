@@ -1,4 +1,4 @@
-"""Convert values in Arrow arrays to tensors and plain values."""
+"""Conversion of values in Arrow arrays to tensors and plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGE = "pyarrow>=14.0.1"  # Hazard: older releases run pickles in the metada
 
 
 class Lists(IntEnum):
-    """The form of the lists of numbers in the rows of a column."""
+    """The form of a column's lists of numbers."""
 
     TENSORS = 0  # nested lists are one tensor
     INNERMOST = 1  # the innermost lists are tensors, because lists of one level have different lengths
@@ -24,7 +24,7 @@ class Lists(IntEnum):
 
 
 def import_pyarrow() -> Any:
-    """Import `pyarrow`; raise ImportError if it is not installed, or too old for files that are not trusted."""
+    """Import `pyarrow`; raise ImportError if it is missing or unsafe."""
     arrow = import_library("pyarrow", _PACKAGE)
     if tuple(int(part) for part in arrow.__version__.split(".")[:3] if part.isdigit()) < (14, 0, 1):
         raise ImportError(f"pyarrow {arrow.__version__} may run code in files: pip install {_PACKAGE!r}")
@@ -32,7 +32,7 @@ def import_pyarrow() -> Any:
 
 
 def lists_of(array: Any) -> Lists:
-    """Return the simplest form that fits all lists in these rows of a column."""
+    """Return the simplest form that fits all lists in these rows."""
     types = import_pyarrow().types
     array = getattr(array, "storage", array)
     bounds = np.arange(len(array) + 1)  # of the rows, in the elements of the current level

@@ -1,4 +1,4 @@
-"""Folders of `.npz`, `.npy`, `.safetensors` and pickled files: a sample for each path without suffix.
+"""Folders of `.npz`, `.npy`, `.safetensors` and pickled files. Each path without suffix is a sample.
 
 Pickled files are `.pt`, `.pth` and `.ckpt` files of `torch.save`, such as the hidden states that EAGLE caches, and `.pkl` and
 `.pickle` files.
@@ -59,7 +59,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples: files that differ only in their suffix make one sample."""
     extracted = _find_extracted(folder)
     used = {name for files in extracted.values() for name in files.values()}
     bad = {}
@@ -100,7 +99,7 @@ def _find_extracted(folder: SourceFolder) -> dict[str, dict[str, str]]:
 
 
 def _is_legal(key: str, suffixes: Iterable[str]) -> bool:
-    """Return whether members may have this key; the folder of an extracted shard may have any name."""
+    # the folder of an extracted shard may have any name
     try:
         check_key(key)
         check_suffixes(key, suffixes)

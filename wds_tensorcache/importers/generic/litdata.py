@@ -81,7 +81,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _check_config(config: dict[str, Any], trust: bool) -> None:
-    """Raise FormatError if litdata cannot read the samples, or if reading them may run code."""
+    """Refuse samples that litdata cannot read, or whose reading may run code."""
     if config.get("item_loader", "PyTreeLoader") != "PyTreeLoader":
         raise FormatError(f"chunks for {config['item_loader']!r:.80} are not read, only for PyTreeLoader")
     if config.get("encryption"):
@@ -134,11 +134,7 @@ class _Members:
 
 
 def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any]) -> Any:
-    """Open a dataset in a temporary folder with links to the chunks, which must have been checked.
-
-    Hazard: litdata expands compressed chunks in place, and deletes the compressed files. So these chunks are expanded into the
-    temporary folder.
-    """
+    """Open checked chunks in a temporary folder of links."""
     os.environ.setdefault("LITDATA_DISABLE_VERSION_CHECK", "1")  # litdata would ask a server
     litdata = import_library("litdata", _PACKAGE)
     path = tempfile.mkdtemp(prefix="tensorcache-")
@@ -148,6 +144,7 @@ def _open_dataset(folder: SourceFolder, names: list[str], content: dict[str, Any
     try:
         for name in names:
             target = os.path.join(path, name.rpartition("/")[2])
+            # Hazard: litdata expands compressed chunks in place, and deletes the compressed files.
             if is_whole:
                 expand = import_library("litdata.streaming.compression", _PACKAGE)._COMPRESSORS[codec].decompress
                 Path(target).write_bytes(expand(folder.read(name)))

@@ -1,6 +1,6 @@
-"""MosaicML streaming (MDS): folders with `index.json` and `shard.00000.mds`, …, which may be compressed as wholes.
+"""MosaicML streaming (MDS): folders with `index.json` and shards such as `shard.00000.mds`.
 
-Each sample has the columns that `MDSWriter(columns=…)` declared:
+Shards may be compressed as wholes. Each sample has the columns that `MDSWriter(columns=…)` declared:
 
 - `ndarray`, with or without dtype and shape: a tensor;
 - `uint8` … `float64`: a tensor of shape [];
@@ -53,7 +53,6 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _open(folder: SourceFolder) -> Source:
-    """Find the samples of all indexes. The index of an outer folder may list some or all shards of inner folders."""
     columns: dict[str, str] = {}
     listed: set[str] = set()
 
@@ -68,6 +67,7 @@ def _open(folder: SourceFolder) -> Source:
 
     def open_index(index: str, start: str) -> Iterator[Row]:
         shards = [(shard, _check(folder, start, shard)) for shard in folder.read_json(index)["shards"]]
+        # the index of an outer folder may list shards of inner folders
         shards = [(shard, file) for shard, file in shards if file not in listed]
         if not shards:
             return
@@ -89,7 +89,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _check(folder: SourceFolder, start: str, shard: Any) -> str:
-    """Return the file of a shard; raise FormatError if it is missing or has another format, or reading it may run code."""
+    """Check a shard's entry in an index, and return the shard's file."""
     if shard["format"] != "mds" or shard["version"] != 2:
         raise FormatError(f"a shard has the format {shard['format']!r:.40}, expected mds, version 2")
     for name, encoding in zip(shard["column_names"], shard["column_encodings"], strict=True):

@@ -1,4 +1,4 @@
-"""Convert samples of other libraries to tensors, plain values and members."""
+"""Conversion of other libraries' samples to tensors, plain values and members."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SIGNATURES = {
 
 
 def import_library(module: str, package: str) -> Any:
-    """Import a module of an optional package; raise ImportError if it is not installed, or cannot be imported."""
+    """Import a module of an optional package, or raise ImportError."""
     try:
         return importlib.import_module(module)
     except ImportError as exc:
@@ -40,7 +40,7 @@ def import_library(module: str, package: str) -> Any:
 
 
 def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
-    """Yield the paths of `index.json` files whose first 4,096 bytes contain the name `entry`; outer folders come first."""
+    """Yield `index.json` files with the name `entry`, outermost first. Only the first 4,096 bytes are searched."""
     for name in sorted(folder.by_suffix.get(".json", ()), key=lambda name: name.count("/")):
         if name.rpartition("/")[2] == "index.json":
             with folder.open(name) as file:
@@ -51,7 +51,7 @@ def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
 def open_indexes(
     indexes: Iterable[str], open_index: Callable[[str, str], Iterable[Row]]
 ) -> tuple[list[SourceSample], dict[str, str]]:
-    """Return the samples of all indexes, and the faults of bad indexes by index.
+    """Return the samples of all indexes, and the faults by index.
 
     The name of a sample is the folder of its index, followed by the sample's position in the index. The arguments of
     `open_index` are the path of an index, and the path of the index's folder, which is empty or ends with a slash.
@@ -95,7 +95,7 @@ def separate_media(value: Any) -> Loaded:
 
 
 def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
-    """Return a value without its media; return a `Media` if the value is media, or a list of media."""
+    """Return a value without its media, which go into `members`."""
     if isinstance(value, Media):
         # readers of tars need such names, which must not begin with "_"
         name = re.sub(r"[^A-Za-z0-9.-]", "_", f"{path}.{value.extension}").lstrip("._")
@@ -120,7 +120,7 @@ def _separate(value: Any, path: str, members: dict[str, bytes]) -> Any:
 
 
 def extension_of(content: bytes, name: str, default: str) -> str:
-    """Return the extension of a media file: the suffix of its name, or a guess from its first bytes, or else `default`."""
+    """Return a media file's extension by its name, first bytes, or `default`."""
     suffix = name.rpartition("/")[2].rpartition(".")
     if suffix[1] and suffix[2].isascii() and suffix[2].isalnum() and len(suffix[2]) <= 5:
         return suffix[2].lower()
@@ -128,7 +128,7 @@ def extension_of(content: bytes, name: str, default: str) -> str:
 
 
 def split_list(raw: bytes, begin: int, extension: str) -> list[Media]:
-    """Parse a list of media, which is stored as its length, the lengths of all items, and the items.
+    """Parse a stored list of media: its length, item lengths, and items.
 
     The list begins at byte `begin` of `raw`. All items get the same `extension`.
 

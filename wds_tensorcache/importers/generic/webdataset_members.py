@@ -49,7 +49,7 @@ _DECODE = decode(lazy=False)
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Count the tars whose first members include a member to decode, and no member of a cache."""
+    """Count the tars with members to decode, other than caches."""
     heads = [_first_suffixes(folder, name) for name in folder.by_suffix.get(".tar", ())]
     return sum(
         any(_kind(suffix) in _DECODED for suffix in head)
@@ -59,7 +59,7 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def find_shard(folder: SourceFolder) -> str | None:
-    """Return the relative path of a tar that is a shard of a cache, or None."""
+    """Return the relative path of a cache's shard, or None."""
     for name in folder.by_suffix.get(".tar", ()):
         halves = [half_of(suffix.lower()) for suffix in _first_suffixes(folder, name)]
         if any(half is not None and half.is_skeleton for half in halves):
@@ -68,7 +68,7 @@ def find_shard(folder: SourceFolder) -> str | None:
 
 
 def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
-    """Return the suffixes of the first members of a tar; of a damaged tar, the suffixes before the damage."""
+    """Return the suffixes of a tar's first members, up to any damage."""
     suffixes: list[str] = []
     with suppress(FormatError), naming(name):
         file = ShardFile(folder.locate(name))
@@ -83,7 +83,7 @@ def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
 
 
 def _split(member: str) -> tuple[str, str]:
-    """Split the name of a member into key and suffix; the suffix is empty if the name has no dot."""
+    """Split a member's name into key and suffix, which may be empty."""
     return split_member(member) or (member, "")
 
 
@@ -136,7 +136,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _note_stems(samples: list[tuple[str, dict[str, _Extent]]]) -> list[str]:
-    """Return a list with a note if some members look like separate samples, else an empty list."""
+    """Return a note if members look like separate samples."""
     doubtful = {key: suffixes for key, members in samples if (suffixes := list(filter(_LIKE_STEM, members)))}
     if not doubtful:
         return []

@@ -111,7 +111,7 @@ def _load(folder: SourceFolder, models: tuple[str, ...], files: Joined) -> Loade
 
 
 def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
-    """Yield the possible hashes of a caption, as ai-toolkit puts them into file names."""
+    """Yield the possible hashes of a caption in ai-toolkit's file names."""
     text = ", ".join(caption.replace("\r\n", "\n").split(","))  # ai-toolkit adds a second blank after each comma
     text = text.replace("[name]", "").replace("[trigger]", "")
     for model in models:
@@ -121,7 +121,7 @@ def _hashes(caption: str, models: tuple[str, ...]) -> Iterator[str]:
 
 
 def _load_text(folder: SourceFolder, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a file of text, with lists in place of numbered tensors, and the metadata."""
+    """Return a text's tensors, numbered tensors as lists, and its metadata."""
     tensors, metadata = load_safetensors(folder, name)
     info = _info(metadata)
     if "class_name" in info:  # the tensors of such a class may have any names
@@ -147,7 +147,7 @@ def _load_vision(folder: SourceFolder, name: str) -> Loaded:
 
 
 def _info(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the metadata without format and software, sorted, with JSON values decoded: `"12"` becomes `12`."""
+    """Return the metadata with decoded JSON values: `"12"` becomes `12`."""
     info: dict[str, Any] = {}
     for key in sorted(metadata.keys() - _NOT_INFO):
         info[key] = text = metadata[key]

@@ -75,7 +75,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _read_shard(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
-    """Return the samples in a shard; the tensors are mapped from the file."""
+    """Return the samples of a shard, with mapped tensors."""
     content = load_torch(folder, name, is_mapped=True)
     latents, conditioning = map(content.get, ("latents", "conditioning")) if isinstance(content, dict) else (None, None)
     if not isinstance(latents, list) or not isinstance(conditioning, list):

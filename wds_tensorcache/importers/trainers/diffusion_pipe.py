@@ -1,4 +1,4 @@
-"""diffusion-pipe: latents and text embeddings in `shard_{n}.bin` files, described by a `metadata.db` in each folder.
+"""diffusion-pipe: latents and text embeddings in `shard_{n}.bin` files. A `metadata.db` in each folder describes them.
 
 diffusion-pipe writes one folder for each size of media, `cache/{model}/cache_{size}/`, with these subfolders:
 
@@ -17,7 +17,7 @@ caption contains the tensors of all text encoders:
      "text": [{"clip_embed": …, "t5_embed": …}]}
 
 The items are joined by `image_spec`, the media file. The name of a sample is the folder of its size, and the path of the media
-file without suffix, relative to the folder that contains all media files.
+file without suffix. The path is relative to the folder that contains all media files.
 
 The sample `uncond` of a model has only `text`. Leave it out of training, and choose one of several captions:
 
@@ -77,7 +77,7 @@ class _Item(NamedTuple):
             return value
 
     def find_spec(self, folder: SourceFolder) -> _Spec | None:
-        """Return the item's `image_spec`; None if it is missing or damaged, or the item cannot be read."""
+        """Return the item's `image_spec`, or None if it cannot be read."""
         for end in sorted({min(self.begin + _PEEK_NBYTES, self.end), self.end}):
             with suppress(FormatError):
                 value = peek_pth(folder.read_range(self.file, self.begin, end))
@@ -135,7 +135,7 @@ def _open(folder: SourceFolder) -> Source:
 def _latent_samples(
     folder: SourceFolder, latents: dict[str, list[_Item]], texts: dict[str, _Texts], bad: Faults
 ) -> Iterator[SourceSample]:
-    """Yield a sample for each item of latents; report unused texts in `bad`."""
+    """Yield a sample for each item of latents; report unused texts."""
     used: set[tuple[str, _Spec | None]] = set()
     for path, items in latents.items():
         parent, cache = os.path.split(path)
@@ -179,7 +179,7 @@ def _sample(
 
 
 def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_Item]], problem: str | None) -> Loaded:
-    """Return the latents and their texts; raise FormatError if there is a `problem`, or the texts do not fit the captions."""
+    """Load an item with its texts, or raise FormatError with `problem`."""
     value = item.load(folder) if item else {}
     if captions and "text" in value:
         problem = "has an entry 'text', where its text embeddings would be"
@@ -199,7 +199,7 @@ def _load(folder: SourceFolder, item: _Item | None, captions: dict[str, list[_It
 
 
 def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
-    """Return the fingerprint and the items of a cache, in the trainer's order."""
+    """Return a cache's fingerprint, and its items in the trainer's order."""
     for suffix in ("-journal", "-wal"):
         if f"{name}{suffix}" in folder:  # Hazard: SQLite would roll back the changes in the journal
             raise FormatError(
@@ -226,7 +226,7 @@ def _read_database(folder: SourceFolder, name: str) -> tuple[str, list[_Item]]:
 
 
 def _list_tables(database: sqlite3.Connection) -> list[str]:
-    """Return the names of all tables; raise FormatError if the schema contains anything but plain tables."""
+    """Return the names of all tables; refuse anything but plain tables."""
     schema = database.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     for kind, name, sql in schema:
         if kind != "table" or not re.fullmatch(r"CREATE TABLE \w+ ?\(\w+(, ?\w+)*\)", str(sql), re.ASCII):
@@ -246,7 +246,7 @@ def _read_rows(database: sqlite3.Connection, query: str) -> list[tuple[int, int]
 
 
 def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]]) -> list[_Item]:
-    """Return the items of one `.bin` file; raise FormatError if it is missing or short, or the items are not contiguous."""
+    """Return the items of a `.bin` file, which must be contiguous."""
     if file not in folder:
         raise FormatError(f"{file} is missing")
     items, end = [], 0

@@ -1,6 +1,6 @@
-"""EDM2 and REPA: means and standard deviations of latents as `.npy` files, with their classes, in a folder or a zip.
+"""EDM2 and REPA: means and standard deviations of latents, with their classes.
 
-The tool `dataset_tool.py encode` of EDM2 writes a folder, or a zip without compression:
+The tool `dataset_tool.py encode` of EDM2 writes `.npy` files into a folder, or into a zip without compression:
 
 - `{index[:5]}/img-mean-std-{index}.npy`, where the index has 8 digits: float32 [8, h, w], the 4 means of a latent's
   distribution, followed by its 4 standard deviations, neither scaled nor shifted;
@@ -71,7 +71,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _view_zipped(folder: SourceFolder, name: str, files: dict[str, ZipInfo], file: str) -> memoryview:
-    """Return the content of a file in a zip; raise FormatError if it is compressed, or its CRC does not match."""
+    """View a stored file in a zip, and check its CRC."""
     with naming(name), naming(f"{file!r:.200}"):
         if files[file].compress_type != ZIP_STORED:
             raise FormatError("is compressed, expected a stored file")
@@ -81,7 +81,7 @@ def _view_zipped(folder: SourceFolder, name: str, files: dict[str, ZipInfo], fil
 
 
 def _add(samples: list[SourceSample], bad: Faults, names: Collection[str], read: _Read, archive: str = "") -> set[str]:
-    """Add the samples and faults of a folder or zip; return the files that were used."""
+    """Add samples and faults of a folder or zip; return used files."""
     prefix = f"{archive[:-4]}/" if archive else ""
     roots: dict[str, list[str]] = {}
     all_used: set[str] = set()
@@ -125,7 +125,7 @@ def _read_labels(read: _Read, name: str) -> dict[str, torch.Tensor] | None:
 
 
 def _pictures(root: str, names: Collection[str], count: int, prefix: str, bad: Faults) -> list[str | None]:
-    """Return REPA's picture for each file of moments, matched by position; None for each file if the numbers differ."""
+    """Return REPA's picture for each file of moments, by position."""
     pictures: list[str | None] = []
     if f"/{root}".endswith(f"/{_FEATURES}"):
         parent = root[: -len(_FEATURES)] + _IMAGES

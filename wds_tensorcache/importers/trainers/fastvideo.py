@@ -1,4 +1,4 @@
-"""FastVideo: Parquet files with three columns for each tensor, `X_bytes`, `X_shape` and `X_dtype`.
+"""FastVideo: Parquet files with columns `X_bytes`, `X_shape`, `X_dtype` for each tensor.
 
 FastVideo writes `worker_*/data_chunk_{n}.parquet` with the tensors `vae_latent`, `text_embedding`, and for some models
 `clip_feature`, `first_frame_latent`, `pil_image`, `trajectory_latents` and so on. Each row becomes a sample:
@@ -6,8 +6,8 @@ FastVideo writes `worker_*/data_chunk_{n}.parquet` with the tensors `vae_latent`
     {"vae_latent": …, "text_embedding": …, "id": "a1", "caption": "a cat", "width": 832, "num_frames": 77, …}
 
 A tensor without bytes and without shape is absent in its row, and so in the sample. The name of a sample is its `id` if all
-rows have different ids, else the path of its file and the number of its row. Any Parquet file with such columns is read. Lists
-of numbers in other columns become tensors, or plain lists if some numbers are null. pyarrow is needed.
+rows have different ids. Otherwise it is the path of its file and the number of its row. Any Parquet file with such columns is
+read. Lists of numbers in other columns become tensors, or plain lists if some numbers are null. pyarrow is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Join the files that a trainer wrote for an image or video, such as latents and texts, into samples."""
+"""Samples joined from a trainer's files, such as latents and texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RESOLUTION = re.compile(r"((?:(?:audio_)?latents|alpha_mask).*?)(_(?:\d+x)?\d+x
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """A file that a trainer wrote for an image, with the parts of its name."""
+    """A trainer's file for an image, with the parts of its name."""
 
     name: str
     stem: str  # path of the image without suffix
@@ -64,11 +64,12 @@ def join_files(
     captions: Sequence[str] = (),
     others: Sequence[SourceSample] = (),
 ) -> Source:
-    """Make a sample for each resolution in each file of latents, and for each image that has only texts.
+    """Join files of latents and texts into samples.
 
-    The name of a sample is the stem. If an image has several files of latents, their labels are added. If a file has several
-    resolutions, their endings are added. Samples that would have equal names are named like their files instead. If the folder
-    has files for several models, the name begins with the model and a slash.
+    Each resolution in a file of latents is a sample, and so is an image that has only texts. The name of a sample is the stem.
+    If an image has several files of latents, their labels are added. If a file has several resolutions, their endings are
+    added. Samples that would have equal names are named like their files instead. If the folder has files for several models,
+    the name begins with the model and a slash.
 
     Args:
         latents: Files of latents, and of sounds, which join the latents with the same label.
@@ -116,7 +117,7 @@ def join_files(
 
 
 def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
-    """Return a list with a note if some files of latents become several samples, else an empty list."""
+    """Return a note if files of latents have several resolutions."""
     several = [file for file in latents if len(file.resolutions) > 1]
     if not several:
         return []
@@ -130,7 +131,7 @@ def _note_resolutions(latents: Sequence[ImageFile]) -> list[str]:
 
 
 def _note_files(images: Iterable[list[ImageFile]]) -> list[str]:
-    """Return a list with a note if some images have several files of latents besides flips, else an empty list."""
+    """Return a note if images have several files of latents besides flips."""
     candidates = [[file for file in files if not file.audio and not file.label.startswith("flip_")] for files in images]
     repeated = [files for files in candidates if len(files) > 1]
     if not repeated:
@@ -160,12 +161,12 @@ def parse_key(key: str) -> Key:
 
 
 def find_resolutions(keys: Iterable[str]) -> list[str]:
-    """Return the distinct resolutions of tensors called `latents`, such as `_64x64`; "" stands for a name without one."""
+    """Return the distinct resolutions of tensors called `latents`, such as `_64x64`. "" stands for a name without one."""
     return list(dict.fromkeys(key.resolution for key in map(parse_key, keys) if key.content == "latents"))
 
 
 def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Shorten tensor keys to the content that they declare, such as `latents`, and sort tensors by name.
+    """Shorten tensor keys to their content, such as `latents`, and sort tensors.
 
     If several keys declare the same content, only the tensor with the widest dtype is renamed. If a key is equal to the
     content, no tensor is renamed to it.
@@ -183,7 +184,7 @@ def name_tensors(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class Content(NamedTuple):
-    """The content of a file, and the resolution that becomes part of the sample."""
+    """A file's content, and the resolution that belongs to the sample."""
 
     file: ImageFile
     resolution: str | None  # ending of the names of its tensors; None for a file of texts
@@ -191,7 +192,7 @@ class Content(NamedTuple):
     metadata: dict[str, str]
 
     def name_latents(self, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Return tensors by name, with the image size if the metadata contains it; raise FormatError without `latents`."""
+        """Return tensors by name, and `original_size` if the metadata contains it. Raise FormatError without `latents`."""
         sample: dict[str, Any] = {**name_tensors(tensors)}
         if "latents" not in sample:
             raise FormatError("has no tensor 'latents_…'")
@@ -200,7 +201,7 @@ class Content(NamedTuple):
         return sample
 
     def numbers(self, *keys: str, count: int) -> tuple[int, ...]:
-        """Return `count` integers, separated by commas, from entries of the metadata; raise FormatError for other texts."""
+        """Return `count` comma-separated integers of the metadata, or raise FormatError."""
         texts = ",".join(self.metadata[key] for key in keys).split(",")
         if len(texts) != count or not all(re.fullmatch(r"\s*-?[0-9]{1,9}\s*", text) for text in texts):
             values = ", ".join(f"{key} {self.metadata[key]!r:.100}" for key in keys)
@@ -210,7 +211,7 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A description of the `.safetensors` files that a program writes for each image."""
+    """A description of the `.safetensors` files of a program."""
 
     program: str
     texts: re.Pattern[str]  # names of files of texts, with the groups stem, model and perhaps label
@@ -218,19 +219,20 @@ class Table:
     per_file: dict[str, re.Pattern[str]]  # keys of metadata that differ in each file of "latents" and "text"
 
     def match(self, name: str) -> re.Match[str] | None:
-        """Match the name of a file, with the groups stem, model and perhaps label; return None for other files."""
+        """Match a file name, with the groups stem, model and perhaps label."""
         return _LATENTS.fullmatch(name) or self.texts.fullmatch(name)
 
     def is_ours(self, match: re.Match[str], metadata: dict[str, str]) -> bool:
-        """Return whether the program may have written a file with this name and this metadata."""
+        """Return whether the program may have written such a file."""
         has_crops = any(key.startswith("crop_ltrb") for key in metadata)
         is_kind = match.re is self.texts or has_crops == self.has_crops
         return is_kind and {"architecture", "format_version"} <= metadata.keys()
 
     def recognize(self, folder: SourceFolder) -> int:
-        """Estimate the number of the program's files from a few headers; return 0 if most names do not match."""
+        """Estimate the number of the program's files from a few headers."""
         names = folder.by_suffix.get(".safetensors", [])
         fitting = list(filter(None, map(self.match, names)))
+        # most files are of another program
         if not fitting or 2 * len(fitting) < len(names):
             return 0
         probed = fitting[:: -(-len(fitting) // _NUM_PROBED)]
@@ -239,7 +241,7 @@ class Table:
 
 
 class TableFiles:
-    """The files of one program in a folder, and metadata that all files of a kind share. The constructor reads only headers."""
+    """A program's files in a folder, and metadata that they share. The constructor reads only headers."""
 
     def __init__(self, table: Table, folder: SourceFolder) -> None:
         self.folder = folder
@@ -299,7 +301,7 @@ class TableFiles:
 
 
 def _peek_header(folder: SourceFolder, name: str) -> tuple[list[str], dict[str, str]]:
-    """Return the tensor names and the metadata of a file; both are empty if the file is damaged or cannot be read."""
+    """Return tensor names and metadata; both are empty for damaged files."""
     try:
         tensors, metadata = read_safetensors_header(folder, name)
         return list(tensors), metadata

@@ -57,7 +57,7 @@ _NUM_PROBED = 4  # files to open, of the files whose names do not show the forma
 
 
 def _recognize(folder: SourceFolder) -> int:
-    """Return the number of files of this format; 0 if most `.npz` files have another format."""
+    """Count the files of this format; 0 if most have another format."""
     names = folder.by_suffix.get(".npz", [])
     unnamed = [name for name in names if not _NAME.fullmatch(name)]
     probed = unnamed[:: -(-len(unnamed) // _NUM_PROBED) or 1]
@@ -72,12 +72,12 @@ def _recognize(folder: SourceFolder) -> int:
 
 
 def _is_old(arrays: list[str] | None) -> bool:
-    """Return whether an older version of sd-scripts may have written a file with these arrays."""
+    """Return whether old sd-scripts may have written these arrays."""
     return {"latents", "original_size", "crop_ltrb"} <= {_split(array)[0] for array in arrays or ()}
 
 
 def _arrays(folder: SourceFolder, name: str) -> list[str] | None:
-    """Return the names of the arrays in a file; None if the file cannot be read or is damaged."""
+    """Return the array names of a file; None if it is damaged."""
     try:
         return [file.filename.removesuffix(".npy") for file in list_zip(folder, name)]
     except FormatError:

@@ -1,4 +1,4 @@
-"""Caches of kohya's sd-scripts in `.safetensors` files, as its branch `new_cache` writes them (issue 1750 of sd-scripts).
+"""Caches of kohya's sd-scripts in `.safetensors` files. Its branch `new_cache` writes them (issue 1750 of sd-scripts).
 
 Files, with the size of the image as width x height, and the model in lower case, for example `sdxl`:
 
@@ -92,14 +92,13 @@ def _latents(content: Content, resolution: str) -> dict[str, Any]:
 
 
 def _split_prompt(key: str) -> tuple[int, str]:
-    """Split a tensor name into the number of its prompt and a name without it: `(1, "t5_out_bfloat16")`."""
+    """Split a tensor name into prompt number and name: `(1, "t5_out_bfloat16")`."""
     content, _, dtype = parse_key(key)
     match = _PROMPT.fullmatch(content)
     return (int(match[2]), match[1] + (f"_{dtype}" if dtype else "")) if match else (0, key)
 
 
 def _prompts(tensors: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors of each prompt by name; raise FormatError if prompts are missing, or have different tensors."""
     prompts: dict[int, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         number, name = _split_prompt(key)

@@ -1,4 +1,4 @@
-"""LightningDiT: latents of images with their classes, in `.safetensors` files of 10,000 rows.
+"""LightningDiT: latents of images with their classes. The `.safetensors` files have 10,000 rows.
 
 `latents_rank{rank:02d}_shard{shard:03d}.safetensors` contains
 

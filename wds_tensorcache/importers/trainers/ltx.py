@@ -1,7 +1,7 @@
-"""LTX-Video-Trainer and the trainer of LTX-2: parallel folders of `.pt` files in `.precomputed/`.
+"""LTX-Video-Trainer and the LTX-2 trainer: parallel folders of `.pt` files in `.precomputed/`.
 
-`.precomputed/` contains a folder for each kind of data, and each folder has the same tree as the media files, with one `.pt`
-file for each media file:
+`.precomputed/` contains a folder for each kind of data. Each folder has the same tree as the media files, with one `.pt` file
+for each media file:
 
 - `latents/`: `{"latents", "num_frames", "height", "width", "fps"}`. The latents are `[C, F, H, W]`, or `[F * H * W, C]` from
   old versions. `num_frames`, `height` and `width` are sizes of the latents.
@@ -59,7 +59,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
-    """Return the `.pt` files by root, stem and folder; a root is empty or ends with `/`."""
+    """Return the `.pt` files by root, stem and folder."""
     kinds: dict[str, set[str]] = {}
     names = folder.by_suffix.get(".pt", [])
     for name in names:
@@ -69,6 +69,7 @@ def _find(folder: SourceFolder) -> dict[str, dict[str, dict[str, str]]]:
                 kinds.setdefault("".join(f"{parent}/" for parent in parts[:depth]), set()).add(part)
     path = f"/{os.path.basename(os.path.abspath(folder.path))}/"
     end = f"/{_PRECOMPUTED}/"  # latents alone are common in other formats
+    # a root is empty or ends with `/`
     roots = sorted(root for root in kinds if len(kinds[root]) == 2 or (path + root).endswith(end))
     files: dict[str, dict[str, dict[str, str]]] = {}
     for name in names:

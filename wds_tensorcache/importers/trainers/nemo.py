@@ -1,4 +1,4 @@
-"""NeMo Automodel (diffusion): `.pt` files in `{W}x{H}/` or `samples/`, listed by `metadata.json`; or a folder of `.meta` files.
+"""NeMo Automodel (diffusion): `.pt` files listed by `metadata.json`, or `.meta` files.
 
 `metadata.json` names `metadata_shard_0000.json`, …, which list the items: `cache_file` (an absolute path), `image_path`,
 `prompt`, `bucket_resolution` or `crop_resolution`, `original_resolution`, `bucket_id`, `aspect_ratio`, and more. The file of
@@ -12,8 +12,8 @@ an item, `{W}x{H}/{hash}.pt`, `samples/sample_00000000.pt` or `.meta`, is a dict
 Each sample is the dict of one file, with further entries from its item, such as `aspect_ratio`. The name of a sample is the
 path of the file without suffix, `512x768/0cc175b9c0f1b6a8`. Tensors keep the batch dimension of 1 that the files have.
 
-`cache_file` is looked up in the imported folder by its last parts, so a cache that was moved or copied can be imported, and
-no file outside the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
+`cache_file` is looked up in the imported folder by its last parts. So a cache that was moved or copied can be imported, and no
+file outside the folder is read. Files that `metadata.json` does not list are reported. Without `metadata.json`, all `.meta`
 files, and all `.pt` files in these folders, are samples.
 
 `.meta` files of old versions are pickles with numpy arrays, which stay arrays. Without `metadata.json`, these files and `.pt`
@@ -117,7 +117,7 @@ def read_json(folder: SourceFolder, name: str, expected: type) -> Any:
 
 
 def _locate(folder: SourceFolder, root: str, cache_file: object) -> str | None:
-    """Return the file in `root` that matches the most parts at the end of a path; None if no file matches."""
+    """Find a `cache_file` in `root` by the last parts of its path."""
     parts = cache_file.replace("\\", "/").split("/") if isinstance(cache_file, str) else []
     names = (root + "/".join(parts[at:]) for at in range(len(parts)))
     return next((name for name in names if name in folder and name.endswith((".pt", ".meta"))), None)

@@ -1,4 +1,4 @@
-"""NeMo Automodel (speculative decoding): hidden states of a target model, in `.safetensors` files of many rows.
+"""NeMo Automodel (speculative decoding): hidden states of a target model. The `.safetensors` files have many rows.
 
 A cache of EAGLE-3 or DSpark is a folder with
 
@@ -67,7 +67,7 @@ def _open(folder: SourceFolder) -> Source:
 
 
 def _caches(folder: SourceFolder) -> dict[str, list[str]]:
-    """Return the names of the files with hidden states, by the folder of their manifest."""
+    """Return the files with hidden states by the folder of their manifest."""
     caches: dict[str, list[str]] = {}
     for match in filter(None, map(_SHARD.fullmatch, folder.by_suffix.get(".safetensors", ()))):
         if match[1] + _MANIFEST in folder:

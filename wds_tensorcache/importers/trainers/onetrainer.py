@@ -1,4 +1,4 @@
-"""OneTrainer (mgds DiskCache): `image/` and `text/` folders of `.pt` files that are named by position.
+"""OneTrainer (mgds DiskCache): `.pt` files named by position, in `image/` and `text/`.
 
 OneTrainer writes `{cache_dir}/image/{hash}/variation-{n}/` and `{cache_dir}/text/{hash}/variation-{n}/`, where a hash stands
 for a concept and its settings. Each variation contains `0.pt`, `1.pt`, …, one for each file of the concept, and
@@ -120,7 +120,7 @@ def _read_aggregate(folder: SourceFolder, name: str) -> list[dict[str, Any]]:
 
 
 def _pair(groups: list[_Group]) -> dict[str, str]:
-    """Pair image folders with text folders of as many files; return an empty dict unless only one pairing is possible."""
+    """Pair image and text folders by number of files, if unambiguous."""
     counts = {part: Counter(len(group.images) for group in groups if group.part == part) for part in ("image", "text")}
     if counts["image"] != counts["text"] or max(counts["image"].values(), default=0) != 1:
         return {}

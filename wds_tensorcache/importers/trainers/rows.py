@@ -1,4 +1,4 @@
-"""Samples that are rows: `.safetensors` files with tensors of many samples, stacked along the first dimension."""
+"""Rows of stacked tensors in `.safetensors` files, as samples."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from wds_tensorcache.importers.source_folder import SourceFolder, view_open
 def list_rows(
     folder: SourceFolder, name: str, needed: Sequence[str], renamed: Mapping[str, str] | None = None
 ) -> list[SourceSample]:
-    """Return a sample for each row; its name is the file's path without suffix, a slash and the number of the row.
+    """Return a sample for each row of a `.safetensors` file.
 
-    Only the header is read. The entries of a sample are sorted by name, and followed by the renamed entries.
+    The name of a sample is the file's path without suffix, a slash and the number of the row. Its entries are sorted by name,
+    and followed by the renamed entries. Only the header is read.
 
     Args:
         needed: Names of tensors that the file must have; the last of these must have bytes for each row.

@@ -1,4 +1,4 @@
-"""SimpleTuner: the VAE cache and the cache of text embeddings, `.pt` files with hashed names.
+"""SimpleTuner: the VAE cache and the cache of text embeddings. Both contain `.pt` files with hashed names.
 
 - VAE cache, `cache/vae/…/{sha256 of the image's file name without suffix}.pt`: a tensor `[C, H, W]`, or `[C, T, H, W]` for
   video; for audio a dict with `latents`, `latent_lengths` and lyrics.
@@ -20,10 +20,10 @@ Each sample is one file of the VAE cache. Its other entries depend on the files 
 - `text` has one dict for each caption that the cache contains. Captions are found by the `caption_strategy` in the JSON: in
   `.txt` files next to the images (`textfile`), or in the file names of images (`filename`). Without a strategy, the caption is
   in the `.txt` file if the image has such a file, otherwise in its name. An `instance_prompt` is a caption, too. Other captions
-  are unknown. If the name of a file hashes only the path of its image, the caption is `""`, or None if there may be a caption,
-  because older versions left the caption out of the hash. A sample is bad if its image has a `.txt` file, and the cache
-  contains none of the image's captions although other images have text. Embeddings that several images share are stored with
-  each image.
+  are unknown. If the name of a file hashes only the path of its image, the caption is `""`. It is None if there may be a
+  caption, because older versions left the caption out of the hash. A sample is bad if its image has a `.txt` file, and the
+  cache contains none of the image's captions although other images have text. Embeddings that several images share are stored
+  with each image.
 
 So import the folder that contains the images' JSON and `.txt` files and both caches. If the caches are elsewhere, import each
 of them separately: the VAE cache gives samples `{"latents": …}`, the text cache gives samples `{"text": [{…}]}`.
@@ -81,7 +81,8 @@ class _Image:
 
     @property
     def relative_paths(self) -> list[str]:
-        """The path in each folder that may be the folder of the backend: one that contains all its images."""
+        """The image's path relative to each possible folder of the backend."""
+        # the folder of the backend contains all its images
         return ["/".join(self.parts[at:]) for at in range(self.backend.num_common + 1)]
 
     @property
@@ -192,7 +193,7 @@ def _read_backends(folder: SourceFolder, bad: Faults, metadata_files: list[str])
 
 
 def _best_image(name: str, images: list[_Image]) -> _Image | None:
-    """Return the image whose latents are in the file `name`; None if no image or several images fit."""
+    """Return the image of a file of latents, if exactly one fits."""
     # The file is in the cache folder of its backend, in the same subfolder as the image in the folder of the backend.
     parts = name.split("/")[-2::-1]
 
@@ -209,13 +210,13 @@ def _best_image(name: str, images: list[_Image]) -> _Image | None:
 
 
 def _find_captions(folder: SourceFolder, image: _Image) -> str | None:
-    """Return the `.txt` file of an image, even if the folder of the image was moved; None if it does not exist."""
+    # the folder of the image may have been moved
     paths = (image.backend.folder + path for path in image.relative_paths)
     return next((file for path in paths if (file := os.path.splitext(path)[0] + ".txt") in folder), None)
 
 
 def _text_hashes(folder: SourceFolder, image: _Image, caption_file: str | None) -> dict[str, str | None]:
-    """Return the possible captions of an image by hash; None if only the path is hashed, and the caption is unknown."""
+    """Return possible captions of an image by hash; None for unknown captions."""
     strategy = image.backend.config.get("caption_strategy")
     uses_name = strategy == "filename" or (strategy is None and caption_file is None)
     captions = [image.stem, image.stem.replace("_", " ")] if uses_name else []

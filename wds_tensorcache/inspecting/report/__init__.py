@@ -1,1 +1,1 @@
-"""A page that shows a cache: one file that needs no network, or a local server for a whole dataset."""
+"""A page that shows a cache: an offline file or a server."""

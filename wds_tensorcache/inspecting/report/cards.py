@@ -1,4 +1,4 @@
-"""One sample for the page: its text, small values, pictures of tensors, statistics, and marks."""
+"""A sample for the page: texts, pictures of tensors, statistics and marks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_card(survey: Survey, index: int, limits: Limits) -> dict[str, Any]:
 
 
 def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
-    """Return the key and the small values of a sample as one text to search; the key if the sample cannot be read."""
+    """Return a sample's key and small values as one text to search. An unreadable sample has only its key."""
     card = _new_card(survey, index)
     try:
         _add_texts(card, survey, index, survey.cache[index], max_nbytes)
@@ -124,7 +124,7 @@ def _join_lines(texts: Iterable[Any], limit: int) -> str:
 
 
 def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each small value, and the suffix and text of members such as `.txt` and `.json`."""
+    """Yield the small values by path, and text members by suffix."""
     yield from small_values(sample)
     for suffix, content in _read_members(survey, index, _TEXT_MEMBERS):
         yield f".{suffix}", content[: 1 << 20].decode("utf-8", "replace")
@@ -138,7 +138,7 @@ def _read_members(survey: Survey, index: int, suffixes: Sequence[str]) -> Iterat
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
-    """Return the rank of a value among the candidates for the text of a sample; `(0,)` if it is not a candidate."""
+    """Rank a value as the text of a sample; `(0,)` rejects it."""
     is_text = isinstance(value, str) or (
         isinstance(value, (list, tuple)) and all(isinstance(line, str) for line in islice(value, 8))
     )
@@ -156,7 +156,7 @@ def values_record(values: ValueStatistics | None) -> dict[str, Any] | None:
 
 
 def _open_pictures(survey: Survey, index: int, limits: Limits, sizes: Iterator[int]) -> Iterator[dict[str, Any]]:
-    """Yield the pictures in other members of a sample, with an `error` if they are damaged, too large, or need Pillow."""
+    """Yield the pictures in other members, with an `error` if they fail."""
     for suffix, content in _read_members(survey, index, _PICTURE_MEMBERS):
         try:
             jpeg, width, height = shrink_picture(content, limits.picture_side, next(sizes))
@@ -172,7 +172,7 @@ def _open_pictures(survey: Survey, index: int, limits: Limits, sizes: Iterator[i
 def _draw(
     survey: Survey, lazies: dict[str, Lazy], photos: Iterator[dict[str, Any]], limits: Limits, sizes: Iterator[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the most important pictures first: a latent, then photos. Flips, masks and control images come late, maps last."""
+    """Yield pictures: a latent, photos, further tensors, flips and masks, then maps."""
     drawn: list[tuple[Any, int, str, Lazy, Planes]] = []
     for name, lazy in lazies.items():
         planes = find_planes(name, lazy.dtype, lazy.shape)

@@ -1,4 +1,4 @@
-"""All contents of the page as values for JSON: the cache, its tensors, and samples."""
+"""The contents of the page as JSON values: cache, tensors, samples."""
 
 from __future__ import annotations
 
@@ -129,9 +129,10 @@ def _histogram_record(values: ValueStatistics) -> dict[str, Any] | None:
 
 
 def file_limits(survey: Survey) -> Limits:
-    """Return limits that keep up to a few thousand samples below 10 MB in a file, with room for a tensor beside a photo."""
+    """Return limits that keep a few thousand samples below 10 MB."""
     num_samples = max(len(survey.indices), 1)
     share = _PICTURES_NBYTES * 3 // 4 // num_samples
+    # a tensor has room beside a photo
     num_pictures = 3 if share > 12_000 else 1 + has_photos(survey)
     return Limits(
         text_nbytes=min(8000, max(300, _TEXTS_NBYTES // num_samples)),

@@ -1,4 +1,4 @@
-"""Build the page: one HTML file with its style, script and data. Its policy forbids requests to other servers."""
+"""The page: one HTML file with its style, script and data. Its policy forbids requests to other servers."""
 
 from __future__ import annotations
 

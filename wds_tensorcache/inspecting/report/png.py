@@ -1,4 +1,4 @@
-"""Planes of tensors as PNG files of bounded size, made with zlib alone."""
+"""Planes of tensors as small PNG files, made with zlib alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_MAP = 48, 128  # rows and columns of a map
 
 
 def paint(planes: Array, colors: Colors, kind: str) -> Array:
-    """Return planes `[C, H, W]` as a picture, uint8 `[H, W, 3]`, or `[H, W]` in gray; NaN and Inf are red."""
+    """Paint planes `[C, H, W]` as uint8 `[H, W, 3]`, or `[H, W]` in gray. NaN and Inf are red."""
     levels = levels_of(planes, colors)
     if kind == "map":
         return heat(levels[0])
@@ -32,7 +32,7 @@ def paint(planes: Array, colors: Colors, kind: str) -> Array:
 
 
 def fit_png(planes: Array, colors: Colors, kind: str, max_side: int, max_nbytes: int) -> tuple[bytes, int, int]:
-    """Return a PNG of at most about `max_nbytes`, and its width and height. A large PNG gets coarser colors, then fewer pixels.
+    """Return a PNG of at most about `max_nbytes`, its width and height. A large PNG gets coarser colors, then fewer pixels.
 
     A picture keeps its proportions; a map has at most 128 columns and 48 rows.
     """

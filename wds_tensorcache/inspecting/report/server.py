@@ -1,4 +1,4 @@
-"""Serve the page on this machine. Its script requests samples while the user scrolls."""
+"""A server of the page on this machine. The script of the page requests samples while the user scrolls."""
 
 from __future__ import annotations
 
@@ -66,9 +66,10 @@ class PageServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def search(self, words: list[str], is_marked: bool, begin: int, count: int) -> dict[str, Any]:
-        """Return up to `count` samples that contain all words, from index `begin` on, and the index at which to continue.
+        """Return up to `count` samples that contain all words.
 
-        With `is_marked`, only samples with marks match. After 0.7 s and one sample, return the matches so far.
+        The search begins at index `begin`, and continues at `next`, which is None at the end. With `is_marked`, only samples
+        with marks match. After 0.7 s and one sample, return the matches so far.
         """
         samples: list[dict[str, Any]] = []
         deadline = time.monotonic() + _SEARCH_S
@@ -106,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             return 400, b"the address is not valid\n", "text/plain"
         token = fields.get("token", "") if parts.path == "/" else self.headers.get("X-Token", "")
-        # constant time
+        # hazard: a timing attack on the token
         if not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
             return 403, b"the address needs the token that `tensorcache view --serve` prints\n", "text/plain"
         if parts.path == "/":
