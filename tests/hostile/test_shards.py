@@ -110,6 +110,10 @@ def tensors(size: bytes, *records: bytes, kind: bytes = b"0") -> bytes:
 
 REFUSED: dict[str, bytes] = {
     "negative size, base 256": tensors(b"\xff" * 11 + b"\xfe"),
+    "underscore in the second size": raw_header(b"b.txt", b"0", b"0")
+    + raw_header(b"c.txt", b"0", b"000_0000000")
+    + GOOD
+    + END,
     "size beyond the file": tensors(b"77777777777"),
     "GNU sparse": tensors(SIZE, kind=b"S"),
     "pax size of a million digits": tensors(SIZE, record(b"size", b"9" * 1_000_000)),

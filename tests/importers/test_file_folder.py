@@ -169,8 +169,11 @@ def test_pickles(folder: Path, tmp_path: Path, suffix: str, monkeypatch: pytest.
     assert list(found) == ["a", "b"]
     assert all("--trust" in each.what for each in report.skipped)
     assert not Path("hacked").exists()
-    tc.import_cache(folder, tmp_path / "trusted", trust=True)
+    (folder / f"e.{suffix}").write_bytes(pickle.dumps(torch.nn.Linear(2, 1)))
+    torch.save(torch.nn.Linear(2, 1), folder / f"f.{suffix}")
+    found, _ = imported(folder, tmp_path / "trusted", trust=True)
     assert Path("hacked").exists()
+    assert set(found["e"]) == set(found["f"]) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])

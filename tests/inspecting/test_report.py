@@ -193,6 +193,9 @@ def test_damaged_samples_are_shown_as_such(tmp_path: Path) -> None:
     assert report["num_examined"] == 39
     assert "1 of the examined samples" in report["notes"][0]
     assert report["samples"][21]["pictures"]
+    shard.write_bytes(bytes(range(256)) * (len(content) // 256))
+    report, _, _ = view(tmp_path, status=1)
+    assert [card["number"] for card in report["samples"] if card["error"]] == list(range(16, 32))
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,6 +228,12 @@ def test_wrong_replacements(tmp_path: Path) -> None:
     for transform in (tc.drop_text(0.5, {"text": 0}, mark="mean"), tc.sample_moments("mean", "std", to="text")):
         with pytest.raises(ValueError, match="the batch has '(mean|text)' already; choose a new name"):
             transform(dict(batch), info_of([0]))
+    for transform in (tc.drop_text(0.5, {"text": 0}, mark="xs.0"), tc.sample_moments("text", to="xs.1")):
+        with pytest.raises(ValueError, match="already; choose a new name"):
+            transform({"text": torch.ones(1, 2), "xs": [torch.ones(1), torch.ones(1)]}, info_of([0]))
+    moved = tc.sample_moments("xs.0", "xs.1", to="xs.1")({"xs": [torch.ones(1, 2)] * 2}, info_of([0]))
+    assert moved["xs"][0] is None
+    assert moved["xs"][1].shape == (1, 2)
     assert set(tc.sample_moments("mean", "std", to="std")(dict(batch), info_of([0]))) == {"text", "std"}
 
 

@@ -90,8 +90,8 @@ def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
 
     Args:
         raw: Content of the file, which may be compressed by gzip.
-        trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code. Modules that
-            `torch.save` wrote become their state dicts.
+        trust: Read other classes and older formats with `torch.load` or `pickle.loads`, which may run code. Modules
+            become their state dicts.
         file: The file itself, if there is one.
 
     Raises:
@@ -118,12 +118,12 @@ def parse_torch(raw: Any, trust: bool, file: BinaryIO | None = None) -> Any:
         if is_old or raw[:4] == ZIP:
             stream.seek(0)
             value = torch.load(stream, map_location="cpu", weights_only=False)
-            return rebuild(value, lambda module: module.state_dict(), torch.nn.Module)
-        pickled = io.BytesIO(raw)
-        value = pickle.load(pickled)  # noqa: S301 (the user trusts the file)
-        if pickled.read(1):
-            raise ValueError("bytes follow the pickle")
-        return value
+        else:
+            pickled = io.BytesIO(raw)
+            value = pickle.load(pickled)  # noqa: S301 (the user trusts the file)
+            if pickled.read(1):
+                raise ValueError("bytes follow the pickle")
+        return rebuild(value, lambda module: module.state_dict(), torch.nn.Module)
     except Exception as exc:  # whatever a trusted pickle raises
         raise FormatError(f"cannot be decoded: {exc!r:.300}") from exc
 

@@ -345,8 +345,8 @@ class Scanner:
             at = header_begin - base
             begin = header_begin + BLOCK
             path, size, size_end, checksum, rest = _SPLIT_HEADER(window, at)
-            # NUL, or BSD tar's space, follows the size
-            if rest == known_rest and not size_end & 0xDF and not headers.own:
+            # NUL, or BSD tar's space, follows the size; `int` would also accept signs, underscores and prefixes
+            if rest == known_rest and size.isdigit() and not size_end & 0xDF and not headers.own:
                 try:
                     name = path.partition(b"\0")[0].decode()
                     nbytes = int(size, 8)

@@ -276,8 +276,8 @@ def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
         is_dict = isinstance(container, dict)
         key = int(part) if part.isdecimal() and not (is_dict and part in container) else key_of(part)
         has_key = key in container if is_dict else isinstance(container, list) and key in range(len(container))
-        if number == len(parts) and is_new and is_dict:
-            if has_key:
+        if number == len(parts) and is_new and (is_dict or has_key):
+            if has_key and container[key] is not None:  # None takes the place of moments in a list
                 raise ValueError(f"the batch has {name!r:.100} already; choose a new name")
             break
         if not has_key:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -92,7 +91,12 @@ def text_of_sample(survey: Survey, index: int, max_nbytes: int) -> str:
 
 
 def _new_card(survey: Survey, index: int) -> dict[str, Any]:
-    card = {"number": index, "key": escape_hidden(survey.cache.keys()[index]), "error": survey.errors.get(index, "")}
+    key, error = "", survey.errors.get(index, "")
+    try:
+        key = escape_hidden(survey.cache.keys()[index])
+    except READ_ERRORS as exc:  # the index of its shard cannot be read
+        error = error or escape_hidden(str(exc), 500)
+    card = {"number": index, "key": key, "error": error}
     return card | {"name": "", "text": "", "text_name": "", "is_list": False, "values": []}
 
 
@@ -133,8 +137,9 @@ def _small_values(survey: Survey, index: int, sample: Any) -> Iterator[tuple[str
 def _read_members(survey: Survey, index: int, suffixes: Sequence[str]) -> Iterator[tuple[str, bytes]]:
     for suffix in suffixes:
         if suffix in survey.description.members:
-            with suppress(KeyError):  # this sample lacks the member
-                yield suffix, survey.cache.read_members([index], suffix)[0]
+            # not `read_members`: for its message about a missing member, it loads the indexes of all shards
+            for content in survey.cache._find_members(survey.cache._request([index]), suffix, [0]).values():
+                yield suffix, content
 
 
 def _text_rank(name: str, value: Any) -> tuple[int, ...]:
