@@ -112,7 +112,10 @@ class BatchSource:
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
     def note_handed_over(self, stream: Any) -> None:
-        """Record that the pipeline has returned its next batch. `stream` is None if DALI's copies are complete."""
+        """Record that the pipeline has returned its next batch.
+
+        `stream` is the CUDA stream that waits for DALI's copies of the batch, None if they are complete.
+        """
 
     def is_padding(self, iteration: int, count: int) -> Array:
         """Return the mask of padding among a batch's `count` rows, bool `[count]`."""
