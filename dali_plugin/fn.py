@@ -188,6 +188,6 @@ def _current_pipeline(name: str, device: str) -> Any:
 
 def _as_floats(node: Any) -> Any:
     """Convert bfloat16 bits to float32."""
-    # they are the upper half of the bits of the equal float32
+    # the bits of a bfloat16 are the upper half of the bits of the equal float32
     upper: Any = fn.cast(fn.reinterpret(node, dtype=DALIDataType.UINT16), dtype=DALIDataType.UINT32)
     return fn.reinterpret(upper * Constant(np.uint32(1 << 16)), dtype=DALIDataType.FLOAT)  # type: ignore[no-untyped-call]

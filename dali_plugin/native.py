@@ -204,6 +204,7 @@ class NativeReader(BatchSource):
     def _cut(self, request: Any, members: torch.Tensor, host: torch.Tensor) -> dict[str, Any]:
         """Return tensors by name: `[B, …]`, or B tensors of different shapes."""
         # `members`: tensor members, uint8 [B, n], padded to n, on any device; `host`: the same bytes on the CPU, for arrays
+        # the tensors are views of `members`; unaligned or stacked tensors, bools on a GPU, and arrays are copies
         request = self._narrow._request(request)
         layouts = layouts_of(request.rows)
         columns, which = columns_of(request, layouts), layouts.which.tolist()

@@ -108,13 +108,17 @@ class BatchSource:
 
     def keep_at_least(self, count: int) -> None:
         """Keep at least the last `count` batches."""
+        # DALI may not have read them yet
         self._kept = deque(self._kept, max(count, self._kept.maxlen or 0))
 
     def note_handed_over(self, stream: Any) -> None:
-        """Record that the pipeline has returned its next batch. `stream` is None if DALI's copies are complete."""
+        """Record that the pipeline has returned its next batch.
+
+        `stream` is the CUDA stream that waits for DALI's copies of the batch, None if they are complete.
+        """
 
     def is_padding(self, iteration: int, count: int) -> Array:
-        """Return the mask of padding in a nested batch, bool `[B]`."""
+        """Return the mask of padding among a batch's `count` rows, bool `[count]`."""
         return np.zeros(count, np.bool_)
 
     def nest(self, outputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -107,7 +107,10 @@ def _part_as_torch(part: Any, copy: bool) -> torch.Tensor:
 
 
 def as_value(value: Any) -> Any:
-    """Convert values of numpy or DALI's dynamic mode to tensors `[B, …]`. Different shapes become a list of B tensors."""
+    """Convert a value of numpy or DALI's dynamic mode to a tensor.
+
+    Samples of different shapes become a list of B tensors. Any other value is returned unchanged.
+    """
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
     if isinstance(value, (list, tuple)):

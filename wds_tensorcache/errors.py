@@ -130,7 +130,7 @@ class TarFormatError(FormatError, tarfile.ReadError):
 class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
     """A skeleton (a sample's pickle) outside the subset of FORMAT.md 2.4.
 
-    It needs an unknown class, for example. The reader has not run the code outside the subset.
+    For example, the skeleton needs an unknown class. The reader has not run the code outside the subset.
 
     Attributes:
         needs: `MODULE.NAME` of a class or callable that is neither in the format nor in `allow=`; None for other faults.
@@ -163,8 +163,8 @@ class BuildError(TensorCacheError, RuntimeError):
 class RemoteError(TensorCacheError, OSError):
     """A request to a server or an object store that failed.
 
-    A request with a temporary fault was repeated before. The message contains the url without credentials, and the range if
-    the request named one.
+    If the fault may be temporary, the request was repeated several times first. The message contains the url without
+    credentials, and the range if the request named a range.
 
     Attributes:
         url: The object, without user name, password and query; None if unknown.

@@ -1,4 +1,4 @@
-"""`tensorcache bench`: how fast this machine reads a cache, and its limits."""
+"""`tensorcache bench`: reading speed of a cache, and limits of this machine."""
 
 from __future__ import annotations
 

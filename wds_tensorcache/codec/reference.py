@@ -48,7 +48,7 @@ class ByteSource(Protocol):
         """Return the bytes `[begin, end)` in memory that no other process can change. Never write into them."""
 
     def cut(self, begin: int, end: int) -> tuple[ByteSource, int]:
-        """Return another process's source of `[begin, end)`, and `begin`'s offset in it. It may contain more bytes."""
+        """Return a source of `[begin, end)` for another process, and `begin`'s offset there. It may contain more bytes."""
 
 
 class MemorySource:
@@ -158,7 +158,7 @@ short_component = lru_cache(4096)(_escape)  # samples of one cache have the same
 
 
 def component(key: object, position: int) -> str:
-    """Return the path component of a dict key at `position`."""
+    """Return the path component of a key at `position` in its dict."""
     if type(key) is str:
         return short_component(key) if len(key) < 64 else _escape(key)
     return str(key) if type(key) is int and abs(key) < 1 << 64 else f"@{position}"
@@ -169,5 +169,5 @@ def join_path(path: str, part: str) -> str:
 
 
 def place(path: str) -> str:
-    """Name the value at `path` in an error message."""
+    """Return words for the value at `path` in an error message."""
     return f"value at {path!r}" if path else "the sample"

@@ -261,9 +261,10 @@ def empty_like(value: Any) -> Any:
 
 
 def flatten(sample: Any) -> dict[str, Any]:
-    """Return the lazy tensors in a sample's dicts and sequences by name.
+    """Return a sample's lazy tensors and arrays by name, in order.
 
-    Names such as `latent.samples` are in order. A tensor in several places also has its further names (FORMAT.md 2.3).
+    Tensors in dicts, lists, tuples and deques have names, such as `latent.samples`. A tensor in several places also has its
+    further names (FORMAT.md 2.3).
     """
     places, names = _find_places(sample)
     return {names[place][0] if place in names else lazy.name: lazy for place, lazy, _ in places}
@@ -381,7 +382,7 @@ def shown(value: Any) -> str:
 
 
 def walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield (object, depth) for `value` and its objects, once, in document order. Plain values are skipped."""
+    """Yield (object, depth) once for `value` and each object in it. Plain values are skipped. The order is document order."""
     seen: set[int] = set()
     todo = [(value, 1)]
     while todo:

@@ -132,7 +132,7 @@ class RepeatCounter:
         self._is_partial = False
 
     def add(self, digest: int, name: str, key: str, nbytes: int) -> None:
-        """Count a tensor by its digest, unless it is empty."""
+        """Count a tensor, unless it is empty. `digest` is that of its dtype, shape and bytes."""
         name, key, nbytes, count = self._kept.get(digest, (name, key, nbytes, 0))
         if nbytes and (count or len(self._kept) < _MAX_DIGESTS):
             self._kept[digest] = name, key, nbytes, count + 1

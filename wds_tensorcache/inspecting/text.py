@@ -34,7 +34,7 @@ def shape_text(shape: Any) -> str:
 
 
 def dtype_text(dtype: Any) -> str:
-    """Return a short name of a dtype, such as `bf16` or `<U5`. Several dtypes are `f16/f32`."""
+    """Return a short name of a dtype, such as `bf16` or `<U5`. Several dtypes are joined: `f16/f32`."""
     if isinstance(dtype, tuple):
         return "/".join(map(dtype_text, dtype))
     if isinstance(dtype, np.dtype) and dtype.kind in "SUMm":
@@ -83,7 +83,10 @@ def cut(text: str, max_nbytes: int) -> str:
 
 
 def json_number(value: float) -> float | int | str:
-    """Return a number for the page with six significant digits. Integers from 2^53 on, NaN and Inf become text."""
+    """Return a number for the page.
+
+    A float has six significant digits. Integers from 2^53 on, NaN and Inf become text.
+    """
     if isinstance(value, int):
         return int(value) if abs(value) < 1 << 53 else f"{value:.6g}"
     value = float(f"{value:.6g}")

@@ -338,10 +338,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return tensors
 
     def nest(self, indices: Iterable[int | str], tensors: Mapping[str, Any]) -> Any:
-        """Return the batch of these samples with other tensors, by name.
+        """Nest the given tensors in the batch of these samples.
 
-        The batch is that of `read_batch`, but tensors that are not given are left out, as with `select`. Other values are
-        decoded on first use.
+        The batch has the structure that `read_batch` returns, with tensors from the dict `tensors`, by name. Tensors that are
+        not given are left out, as with `select`. Other values are decoded on first use.
 
         Raises:
             KeyError: The cache, or this view of it, has no tensor with one of these names.

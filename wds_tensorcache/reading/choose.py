@@ -154,7 +154,7 @@ class Alternatives:
 
     @computed_once
     def covers(self) -> Wanted:
-        """Predicate: whether the tensor with this name is an alternative."""
+        """Predicate for the names of tensors that are alternatives."""
         patterns = list(chain.from_iterable(self.patterns.values()))
         return name_matcher([*patterns, *map(glob.escape, patterns)])  # a name may contain brackets
 
@@ -526,10 +526,10 @@ def choose_alternatives(request: Request, alternatives: Alternatives, chooser: C
     """Return a request that has only the chosen alternative of each group.
 
     Raises:
-        BatchError: A sample has none of the alternatives of a name, or names that are chosen together cannot be paired. Or a
-            pattern matches no tensor, or a name belongs to another tensor.
-        ValueError: An alternative is a container of tensors.
-        Errors of `chooser`: A choice is not valid.
+        BatchError: A sample has none of the alternatives of a name, or only alternatives of weight 0. Names that are chosen
+            together cannot be paired. Or a pattern matches no tensor, or a name belongs to another tensor.
+        ValueError: An alternative is a container of tensors, or `chooser` refuses the choices.
+        IndexError: `chooser` refuses a choice.
     """
     request.find_names()  # an old index may lack names of alternatives
     stored = layouts_of(request.rows)

@@ -77,7 +77,10 @@ class Collate:
                     raise BatchError(f"{option} has an {unknown_name('tensor', pattern, names)}")
 
     def way(self, name: str) -> str | Pad:
-        """Return the way for a name, else for the first matching pattern. The default is "stack"."""
+        """Return the way to collate a tensor.
+
+        A name takes precedence over patterns, and the first matching pattern over others. The default is "stack".
+        """
         name = self.prefix + name
         way: str | Pad = _find(self.ways, name, "stack")
         if way == "pad":

@@ -129,7 +129,10 @@ def _match(parts: list[Any], names: Sequence[Any], how: str, maps: Mapping[Any, 
 
 
 def _match_keys(first: Any, other: Any, key_map: KeyMap | None) -> tuple[Array | None, list[str]]:
-    """Return each sample's index in `other`, or -1, and `other`'s further keys. Equal keys need no indices."""
+    """Return each sample's index in `other`, or -1, and `other`'s further keys.
+
+    The indices are None if both caches have the same keys in the same order.
+    """
     if key_map is None and _are_equal(first, other):
         return None, []
     places = {key: at for at, key in enumerate(other.keys())}

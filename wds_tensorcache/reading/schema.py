@@ -253,6 +253,6 @@ def find_unknown(patterns: Iterable[str], names: Collection[str]) -> str | None:
 
 
 def name_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    """Return a predicate: whether a name matches one of the `fnmatch` patterns."""
+    """Return a predicate for names that match one of the `fnmatch` patterns."""
     match = re.compile("|".join(f"(?:{fnmatch.translate(pattern)})" for pattern in patterns) or r"(?!)").match
     return lambda name: match(name) is not None

@@ -72,7 +72,7 @@ class Store:
         self.pool = pool
         self.num_threads = num_threads
         self.fingerprint = fingerprint
-        self.left_out = left_out  # message about shards that were left out
+        self.left_out = left_out  # message about tars that are in the folders, but not in the cache
         self.starts = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([len(shard) for shard in shards], dtype=np.int64)]
         )

@@ -186,9 +186,9 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
 def difference(first: Any, other: Any, wanted: Wanted | None = None) -> tuple[str, str, str] | None:
     """Return the first difference between the structures of two samples, or None.
 
-    The texts are the place, and the contents of `first` and `other` there. `first` may have tensors that `other` lacks. Tensors
-    whose names `wanted` rejects count as equal. If a container occurs several times in `first`, a single container must occur
-    in the same places of `other`.
+    The result is three texts: the place, and the contents of `first` and `other` there. `first` may have tensors that `other`
+    lacks. Tensors whose names `wanted` rejects count as equal. If a container occurs several times in `first`, a single
+    container must occur in the same places of `other`.
     """
     mismatch = _Difference(other, wanted).between(first, other, ())
     return None if mismatch is None else (_at(mismatch[0]), mismatch[1], mismatch[2])

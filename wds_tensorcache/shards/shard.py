@@ -43,6 +43,7 @@ class _Loaded(Generic[_T]):
     """An attribute whose first use loads the shard's index."""
 
     # `__getattr__` would slow down all attributes of the shard
+
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 

@@ -69,7 +69,7 @@ class EpochOrder:
 
 
 class BlockOrder:
-    """The order of samples in random blocks, shuffled within windows.
+    """The order of samples: blocks in random order, shuffled within windows.
 
     `sizes` contains the number of samples in each block, which is a shard. Successive samples come from few blocks, which suits
     remote shards. Like `EpochOrder`, the order is a pure function.

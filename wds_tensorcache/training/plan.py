@@ -35,7 +35,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """The batch of one rank in one step. A worker process needs nothing else to read it.
+    """One rank's batch in one step, as sent to worker processes.
 
     Attributes:
         number: Number of preceding steps, in all epochs.
@@ -188,7 +188,7 @@ class Plan:
 
     @computed_once
     def dataset(self) -> str:
-        """The number of samples, and a hash of their keys in order."""
+        """The identity of the samples, which a state contains. It has their number, and a hash of their keys in order."""
         digest = xxhash.xxh3_128()
         for cache in self.caches:
             digest.update(b"%d," % len(cache))
@@ -206,7 +206,7 @@ class Plan:
         return replace(at, epoch=at.epoch + 1, counts=counts, used=0, began=at.step)
 
     def end(self, epoch: int, following: Position) -> Position:
-        """Return the position after the last step of an epoch, before `following`."""
+        """Return the position after the last step of an epoch. `following` is the start of the next epoch."""
         counts = following.counts if self.weights.caches is not None else tuple(self._lengths)
         return replace(following, epoch=epoch, counts=counts, used=sum(self._lengths))
 

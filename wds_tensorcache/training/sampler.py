@@ -366,7 +366,7 @@ def _lightning_loop() -> Any:
 
 
 def _num_resumed(loop: Any) -> int:
-    """Return after how many batches of an epoch Lightning resumes, or 0."""
+    """Return the batch of an epoch at which Lightning resumes, or 0."""
     batches = loop.epoch_loop.batch_progress
     number: int = batches.current.processed  # one less than `ready` if the checkpoint was saved within a step
     # a checkpoint saved in a hook of an epoch's last batch resumes in this epoch, if a new batch size gives it more batches

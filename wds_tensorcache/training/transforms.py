@@ -271,6 +271,7 @@ class SampleMoments:
 
 def _locate(batch: Any, name: str, *, is_new: bool = False) -> tuple[Any, Any]:
     """Return the container and the key of a value: `cond.text` is `batch["cond"]["text"]`."""
+    # with `is_new`, the batch must have a container for the value, but no value there
     container, parts = batch, name.split(".")
     for number, part in enumerate(parts, 1):
         is_dict = isinstance(container, dict)

@@ -41,7 +41,7 @@ def check_depth(value: Any) -> None:
 
 
 def call_budget(nbytes: int) -> int:
-    """Return the largest sum of `call_cost` in a body of `nbytes` bytes."""
+    """Return the limit on `call_cost` for a body of `nbytes` bytes. It applies to the sum over all calls."""
     return 1_000_000 + 10 * nbytes
 
 

@@ -40,7 +40,7 @@ def import_library(module: str, package: str) -> Any:
 
 
 def find_indexes(folder: SourceFolder, entry: str) -> Iterator[str]:
-    """Yield `index.json` files with the name `entry`, outermost first. Only the first 4,096 bytes are searched."""
+    """Yield the `index.json` files that contain the name `entry`, outermost first. Only their first 4,096 bytes are read."""
     for name in sorted(folder.by_suffix.get(".json", ()), key=lambda name: name.count("/")):
         if name.rpartition("/")[2] == "index.json":
             with folder.open(name) as file:

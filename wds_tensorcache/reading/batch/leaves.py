@@ -1,4 +1,4 @@
-"""`Leaves`: values of a batch, with which torch can compute."""
+"""`Leaves`: a batch's values other than tensors, with which torch can compute."""
 
 from __future__ import annotations
 

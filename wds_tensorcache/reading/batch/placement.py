@@ -54,7 +54,7 @@ def no_memory(nbytes: int) -> BatchError:
 
 
 def nbytes_of(reference: Reference, shape: Sequence[int]) -> int:
-    """Return the bytes of an array of `shape` and a tensor's dtype."""
+    """Return the length in bytes of an array with a tensor's dtype."""
     return math.prod(shape) * int(reference.dtype.itemsize)
 
 
