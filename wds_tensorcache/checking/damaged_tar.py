@@ -57,7 +57,7 @@ class Member(NamedTuple):
 
 
 class Break(NamedTuple):
-    """Bytes `[offset, end)` in which no member could be read. It is empty if only the end of the archive is missing."""
+    """Bytes `[offset, end)` in which no member could be read. The range is empty if only the end of the archive is missing."""
 
     offset: int
     end: int

@@ -30,7 +30,9 @@ def repair(
     allow: Iterable[type] = (),
     progress: ProgressOption = None,
 ) -> RepairReport:
-    """Write the intact samples of shards into a new folder. It gets new indexes and a manifest; `source` is not changed.
+    """Write the intact samples of shards into a new folder.
+
+    The new folder has new indexes and a manifest, and `source` is not changed.
 
     Samples without a fault are copied with their tar headers, byte for byte. Entries that belong to no sample, such as folders
     and links, may be left out. Where headers are damaged, the index at the shard's end or in its sidecar shows the places of

@@ -168,7 +168,7 @@ def _nbytes(path: str) -> int:
 
 
 def _without_number(path: str) -> str:
-    """Mask a path's numbers: the shards of one writer become equal."""
+    """Mask a path's numbers, so that one writer's paths are equal."""
     return re.sub(r"[0-9]+", "#", path)
 
 
@@ -293,7 +293,7 @@ class _Manifest:
             self._originals[checked.path] = original
 
     def check_partial_copies(self, keys: Mapping[str, Keys], repeated: Set[str]) -> None:
-        """Report shards whose intact members all belong to another shard."""
+        """Report shards whose intact members are all copies from another shard."""
         if not self._unlike or not repeated:
             return
         for path, damaged_path in self._originals.items():
@@ -317,7 +317,7 @@ class _Manifest:
 
 
 def _has_ranges(path: str, checked: Checked) -> bool:
-    """Return whether a file has a shard's bytes wherever that is intact."""
+    """Return whether a file equals a shard wherever the shard is intact."""
     with open(path, "rb") as file, open(checked.path, "rb") as other:
         for span in checked.ranges:
             for begin in range(span.begin, span.end, _CHUNK):

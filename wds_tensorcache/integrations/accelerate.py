@@ -1,4 +1,4 @@
-"""The adapter for trainers that resume by skipping batches. These are accelerate and Hugging Face's Trainer."""
+"""The adapter for trainers that skip batches: accelerate and Hugging Face's Trainer. They resume by skipping used batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports of caches to files that can be read without this package. These are a file for each sample, or a WebDataset tar."""
+"""Exports of caches: a file for each sample, or a WebDataset tar. Other programs read them without this package."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _shards_of(cache: Cache) -> list[Any] | None:
 
 
 def _identify(cache: Cache, kind: str) -> str | None:
-    """Return a hash of all that an export's content depends on."""
+    """Return a hash that is equal if an export can be resumed."""
     shards = _shards_of(cache)
     # a SharedDataset may load other samples in the next call
     if shards is None:

@@ -1,4 +1,4 @@
-"""Readers of pickles and `torch.save` files that run no code. They return plain values, numpy arrays and tensors.
+"""Readers of pickles and `torch.save` files. They run no code, and return plain values, numpy arrays and tensors.
 
 An allow-list of names is not enough. 500 bytes can describe a key of nested, shared tuples whose hash takes years. 400 bytes
 can allocate gigabytes, and a state can change any object. So opcodes are also limited to a list. States change only arrays
@@ -118,7 +118,7 @@ def load_pth(file: BinaryIO, raw: Any, limit: int, remedy: str, allow: Allowed |
 
 
 def peek_pth(begin: bytes) -> Any:
-    """Return the object in a file of `torch.save`. It has an empty tensor in place of each tensor.
+    """Return the object in a file of `torch.save`. Empty tensors replace its tensors.
 
     Args:
         begin: First bytes of the file, with its whole pickle, which torch writes before the tensors.
@@ -145,7 +145,7 @@ class _Storage:
 
 @contextlib.contextmanager
 def _advising(remedy: str) -> Iterator[None]:
-    """Add `remedy` to an UnsafeSkeletonError; turn other errors into FormatError."""
+    """Add `remedy` to an UnsafeSkeletonError; raise FormatError for errors of libraries."""
     try:
         yield
     except UnsafeSkeletonError as exc:

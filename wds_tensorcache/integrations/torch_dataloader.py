@@ -227,6 +227,7 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
         gradients._add_dataloader(self)
         try:
             for read in reads:
+                # after the last batch, accelerate must use all accumulated gradients
                 self.end_of_dataloader = read.after.step == end
                 read.batch[0] = send_to_device(read.batch[0], device)
                 yield read._replace(is_padding=torch.from_numpy(read.step.is_padding).to(device))

@@ -221,7 +221,11 @@ class ResumablePipeline(IterableDataset[Any]):
 
     @property
     def num_repeated(self) -> int:
-        """Number of repeated samples in this process's batches of the epoch. Warnings of `DataLoader` workers show theirs."""
+        """Number of repeated samples in this process's batches of the epoch.
+
+        Repeated samples come from a further pass over the shards. Warnings of `DataLoader` workers show the numbers of the
+        workers.
+        """
         return self._progress.num_repeated
 
     @property
@@ -451,7 +455,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return _divide(order, self._loads, self._world_size)[self._rank]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and its returned samples, as plain values for JSON.
+        """Return the epoch and its samples returned so far, for JSON.
 
         Warns if a stage has made several items of a sample, which is done after the first of them.
 
@@ -718,6 +722,6 @@ def _digest_of(urls: list[str], loads: list[int], entries: list[ShardEntry | Non
 
 
 def _loads(urls: list[str]) -> list[int]:
-    """Return the lengths of local shards in bytes, else 1 for each."""
+    """Return lengths in bytes if all shards are local files, else ones."""
     paths = [url if os.path.lexists(url) else url.removeprefix("file:") for url in urls]
     return [os.path.getsize(path) for path in paths] if all(map(os.path.isfile, paths)) else [1] * len(urls)

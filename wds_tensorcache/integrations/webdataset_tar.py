@@ -147,7 +147,7 @@ class TarSamples:
         first: int,
         listed: FoundShard | None,
     ) -> Iterator[tuple[int, dict[str, Any] | None, int | None]]:
-        """Group consecutive members with equal keys into samples, as `samples_of` yields."""
+        """Group consecutive members with equal keys; yield values as `samples_of` does."""
         sample: dict[str, Any] = {}
         index, is_kept = first - 1, False
         # the samples of the tar, also those that the caller's functions or handler drop
@@ -191,7 +191,7 @@ class TarSamples:
             raise Stopped from error
 
     def _split(self, name: str) -> tuple[str, str] | None:
-        """Return a member's key and suffix; None for an unwanted member."""
+        """Return a member's key and suffix; None for a member to skip."""
         name = self.rename_files(name) if self.rename_files is not None else name
         if self.select_files is not None and not self.select_files(name):
             return None

@@ -59,7 +59,7 @@ class _BatchAsShard:
             except UnsafeSkeletonError as exc:
                 if exc.needs is None:
                     raise
-                # the skeleton needs `allow=`: without the strings
+                # no strings, because the skeleton needs `allow=`
             else:
                 dims = [dim for tensor in layout.tensors.values() for dim in tensor.shape]
                 layout = make_layout(layout.form, dims, layout.data_begin, *names)

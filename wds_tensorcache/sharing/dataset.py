@@ -82,6 +82,7 @@ class SharedDataset(Cache[Any]):
             a sample that does not fit raises it, too.
         NotImplementedError: The system is not Linux.
         TypeError, ValueError: The dataset is not map-style, or an option has a wrong type or value.
+        RecursionError: On access, if the dataset reads the same sample from this SharedDataset to load it.
 
     Threads/fork/pickle: safe everywhere; a copy in another process shares the same memory.
 
@@ -165,7 +166,7 @@ class SharedDataset(Cache[Any]):
         return len(self._indices)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at `indices` as a list. Samples that another thread or process is loading are loaded last."""
+        """Return the samples at `indices` as a list. This waits last for samples that another thread or process is loading."""
         return list(map(self._finish, self._samples.get_many(self._indices[self._numbers(indices)].tolist())))
 
     def __contains__(self, key: object) -> bool:

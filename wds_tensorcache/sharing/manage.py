@@ -36,7 +36,7 @@ class SharedInfo:
 def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedInfo]:
     """Return this user's shared memory in `directory`, sorted by name.
 
-    The default is `/dev/shm`. Damaged folders are left out.
+    By default, `directory` is `/dev/shm`. Damaged folders are left out.
 
     Raises:
         NotImplementedError: The system is not Linux.

@@ -134,7 +134,7 @@ class Samples:
         return self.get_many([index])[0] if parsed is None else parsed.build(self.allow)
 
     def get_many(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples as `get` does. Samples that another thread or process is loading are loaded last."""
+        """Return samples as `get` does. This waits last for samples that another thread or process is loading."""
         return [loaded.build(self.allow) for loaded in self._load_many(indices)]
 
     def get_parsed(self, indices: Sequence[int]) -> list[ParsedSample]:

@@ -1,1 +1,1 @@
-"""Operating-system services: files, maps, locks, memory and threads. Nothing here depends on the layout of a tar."""
+"""Operating-system services: files, memory maps, locks, memory and threads. Nothing here depends on the layout of a tar."""

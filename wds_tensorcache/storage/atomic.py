@@ -25,7 +25,8 @@ def find_temporary(folder: str, names: str) -> list[str]:
 def remove_temporary(folder: str, names: str, is_ours: Callable[[str], bool] = lambda path: True) -> None:
     """Delete the temporary files for which `is_ours` returns True. Folders and links stay.
 
-    The caller must hold the lock of the writers, so that no writer is active. A `write_atomically` of a list may be active.
+    The caller must hold the lock of the writers, so that no writer is active. Calls of `write_atomically` with a list
+    may be active: they write a deleted file again.
     """
     for path in filter(is_ours, find_temporary(folder, names)):
         with contextlib.suppress(OSError):  # another user's file, in a folder where only owners may delete

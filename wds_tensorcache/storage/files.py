@@ -110,7 +110,7 @@ def announce(addresses: np.ndarray[Any, Any], nbytes: np.ndarray[Any, Any]) -> N
 
 
 class ShardFile:
-    """A local file, which any threads and forked processes read at once.
+    """A local file that threads and forked processes can read at once.
 
     All files of a process share one limit on descriptors. Beyond the limit, the oldest descriptor is closed, and a later read
     opens the file again. Maps need no descriptor.
@@ -185,7 +185,10 @@ class ShardFile:
         return descriptor
 
     def check_unchanged(self) -> None:
-        """Raise FormatError if the file was changed, or removed while closed. Cost: one system call."""
+        """Raise FormatError if the file was written to. Cost: one system call.
+
+        The error is also raised if the file was replaced or deleted while its descriptor was closed.
+        """
         descriptor = self._descriptor
         try:
             status = os.stat(self.path) if descriptor is None else os.fstat(descriptor.fd)
@@ -266,7 +269,7 @@ class ShardFile:
             return self._map.address if self._map is not None else 0
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any] | None:
-        """Return the map's bytes `[begin, end)` as uint8, or None without a map.
+        """Return the map's bytes `[begin, end)`, uint8 `[end - begin]`, or None without a map.
 
         Memory: aliases the map and keeps it alive. The array is marked writable to avoid torch's warning; never write to it.
         """
@@ -283,7 +286,7 @@ class ShardFile:
         return [stored[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
 
     def read_through(self) -> AbstractContextManager[Callable[[int, int], bytes]]:
-        """Return a context manager with a function like `read`, for one pass."""
+        """Return a context manager that yields a `read` function for one pass."""
         return nullcontext(self.read)
 
     def is_resident(self, begin: int) -> bool:

@@ -71,7 +71,7 @@ class LocalFolder:
             return []
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's content, or None without the file. Above 256 MiB, raise FormatError or RemoteError."""
+        """Return a file's content, or None if it does not exist. Above 256 MiB, raise FormatError or RemoteError."""
         file = open_if_exists(self.locate(name))
         if file is None:
             return None

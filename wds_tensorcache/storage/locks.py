@@ -40,7 +40,7 @@ class OwnedFile:
         fd: Descriptor; -1 after `close`.
         in_children: True if forked children keep their copies of the descriptor.
 
-    Threads/fork: any thread.
+    Threads/fork: any thread. A forked child closes its copy of the descriptor, unless `in_children` is True.
     """
 
     in_children = False
@@ -189,7 +189,10 @@ class RangeLocks(OwnedFile):
             self.unlock(begin)
 
     def locked_by_others(self, begin: int, length: int) -> list[int]:
-        """Return the first bytes of ranges that other holders have locked, ascending."""
+        """Return the first byte of each range that other holders have locked.
+
+        The ranges are those in `[begin, begin + length)`, ascending.
+        """
         locked, todo = [], [(begin, begin + length)]
         while todo:
             begin, end = todo.pop()

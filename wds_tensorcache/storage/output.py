@@ -1,4 +1,4 @@
-"""A new file under a temporary name, partly written on a thread."""
+"""New files, written under a temporary name, partly by another thread."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Output:
         return open(self.temporary, "xb", buffering=0)
 
     def append(self, parts: Sequence[Any], nbytes: int) -> None:
-        """Append bytes-like `parts` of `nbytes` bytes, which may change afterwards. Raise OSError as `check` does."""
+        """Append bytes-like `parts` of `nbytes` bytes, which the caller may then change. Raise OSError as `check` does."""
         self.check()
         if nbytes >= _large_nbytes:
             self.flush()

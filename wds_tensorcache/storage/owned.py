@@ -15,7 +15,8 @@ OTHERS_MAY_WRITE = 0o022
 def is_owned(status: os.stat_result, is_kind: Callable[[int], bool], refused: int = ALONE) -> bool:
     """Return whether a file or folder is this user's, without `refused` permissions.
 
-    `is_kind` is `stat.S_ISREG` or `stat.S_ISDIR`; `refused` is `ALONE` or `OTHERS_MAY_WRITE`.
+    `is_kind` is `stat.S_ISREG` or `stat.S_ISDIR`. `refused` contains the permissions that other users must not have: `ALONE` or
+    `OTHERS_MAY_WRITE`.
     """
     return is_kind(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & refused
 

@@ -55,8 +55,8 @@ class computed_once(Generic[_Result]):
     def __get__(self, instance: Any, owner: Any = None) -> _Result:
         if instance is None:
             return self  # type: ignore[return-value]
-        # Fork: before Python 3.12, all objects of a class would share a lock. A child forked while a thread holds it would wait
-        # forever.
+        # Fork: before Python 3.12, all objects of a class share the lock of `functools.cached_property`. A child that was
+        # forked while a thread held it would wait forever.
         value = vars(instance)[self._compute.__name__] = self._compute(instance)
         return value
 
@@ -87,8 +87,8 @@ def run_in_order(
 ) -> Generator[_Result, None, None]:
     """Yield `run(job)` for each job, in order.
 
-    With an executor, up to two later jobs per thread are submitted ahead. While the caller waits for a job, it then calls
-    `meanwhile` ten times a second.
+    With an executor, up to two later jobs per thread are submitted ahead. With an executor, the caller also calls `meanwhile`
+    ten times a second while it waits for a job.
     """
     waiting: deque[Future[_Result]] = deque()
     try:

@@ -111,7 +111,7 @@ def conceal(url: str) -> str:
 
 
 def keep_secrets(url: str, public: str) -> str:
-    """Return the url `public` with the secrets of `url`. Both are on one server."""
+    """Return the url `public` with the secrets of `url`. Both must be on the same server."""
     return SecretUrl(public, url.query, url.credentials) if isinstance(url, SecretUrl) else public
 
 

@@ -128,7 +128,7 @@ def build(
             with other names, or shards of the source. `reuse` is the same folder as `out`, or has named caches or samples
             without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different items or
             batch sizes. Or several ranks have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, or an option is unknown. JSON cannot
+        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, or an option is unknown. Or JSON cannot
             represent the fingerprint, a digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
         ImportError: A url, or `progress=True`, needs a package that is not installed.

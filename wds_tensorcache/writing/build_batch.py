@@ -238,6 +238,8 @@ def _describe_all(batch: list[Target]) -> str:
 class Batch:
     """The samples that `fn` returned: a list, or nested dicts of rows.
 
+    Values in the dicts are tensors, arrays and lists with one row for each sample.
+
     Raises:
         EncodeError: The batch is nested too deeply, or contains itself.
         ValueError: A sample is None, or the batch or a value in its dicts is a tuple or lacks `count` rows.

@@ -152,7 +152,7 @@ class Comparison:
 
 
 def refuse_shared(shards: Mapping[str, ShardIndex], pattern: ShardPattern, keys: Set[str], remedy: str) -> None:
-    """Raise ValueError if other ranks have samples with this rank's `keys`. `pattern` names its shards."""
+    """Raise ValueError if other ranks have samples with this rank's `keys`. This rank writes `pattern`."""
     for path, index in shards.items():
         if not pattern.covers(os.path.basename(path)) and (shared := [key for key in index.keys if key in keys]):
             raise ValueError(

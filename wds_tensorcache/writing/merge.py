@@ -77,7 +77,7 @@ def merge(
     fsync: bool = True,
     progress: ProgressOption = None,
 ) -> CopyReport:
-    """Write the samples of several caches, in order, into a new cache. See `reshard`.
+    """Concatenate the samples of several caches in a new cache. See `reshard`.
 
     Args:
         sources: Caches, as in `tc.open`.

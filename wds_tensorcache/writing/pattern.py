@@ -90,7 +90,7 @@ class ShardPattern:
         return self._parse(name) is not None
 
     def is_of_other_rank(self, name: str) -> bool:
-        """Return whether another rank of the same world size wrote a shard."""
+        """Return whether a shard's name has another rank, but this world size."""
         place = self._parse(name)
         return place is not None and place[0] == self._rank[0] and place[1] != self._rank[1]
 

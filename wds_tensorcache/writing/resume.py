@@ -63,7 +63,7 @@ class FinishedShards:
         return any(cache.rows is None or bool((cache.rows == row).any()) for cache in caches)
 
     def stored_key(self, key: str) -> str:
-        """Return the key under which a sample is stored: perhaps an `older_key`."""
+        """Return the `older_key` if a sample has it, else `key`."""
         older = older_key(key)
         return key if older is None or older not in self else older
 
@@ -139,7 +139,7 @@ def take_over(
     fingerprint: Mapping[str, Any] | None,
     dali_index: bool,
 ) -> FinishedShards:
-    """Load the finished shards of a build, and write missing sidecars.
+    """Load the finished shards of a build, and write missing `.idx` files.
 
     Missing manifest entries are added, and stale entries removed. `names` are all files in the folder, and `shards` the
     finished shards among them. `manifest` was read before `names`; it is None if the writer has no manifest. See
@@ -182,7 +182,7 @@ def take_over(
 
 
 def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[str, Any]) -> dict[str, ShardIndex]:
-    """List new finished shards of a build in the manifest. New shards are not in `finished`.
+    """Add the finished shards that are not in `finished` to the manifest.
 
     `options` are the options of the `ShardWriter` that has written the shards of this rank. Return the indexes by path.
     """

@@ -1,1 +1,1 @@
-"""A node's cache: blocks of remote objects, shared by all its processes."""
+"""A node's cache: blocks of remote objects in a shared local folder."""

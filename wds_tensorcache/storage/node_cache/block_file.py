@@ -48,7 +48,7 @@ def _header(digest: bytes) -> bytes:
 
 
 def write_layout(path: str, digest: bytes, nbytes: int) -> None:
-    """Give an empty file the layout for an object, without any block."""
+    """Give an empty file the layout of an object of `nbytes` bytes. The file has no block yet."""
     begin, count = _num_blocks(nbytes) * BLOCK, _num_blocks(nbytes)
     with open(path, "r+b", buffering=0) as file:
         file.truncate(begin + BLOCK + count)
@@ -57,7 +57,7 @@ def write_layout(path: str, digest: bytes, nbytes: int) -> None:
 
 
 def open_block_file(path: str, digest: bytes, nbytes: int) -> BlockFile | None:
-    """Open the file of an object. Return None without a valid file of this user, object and boot."""
+    """Open the file of an object. Return None if there is no valid file of this user, object and boot."""
     try:
         file = BlockFile(path, os.open(path, _FLAGS), nbytes)
     except OSError as exc:
@@ -157,7 +157,7 @@ class BlockFile(ShardFile):
         self._present[run[0] : run[1]] = marks
 
     def note_use(self, now_s: float) -> None:
-        """Mark the file's use by its mtime, at most once a second."""
+        """Record the use in the file's mtime, at most once a second."""
         if now_s - self._used_s >= 1:
             self._used_s = now_s
             with suppress(OSError):  # the file system has become read-only, or is full

@@ -32,7 +32,7 @@ def open_node_cache(path: str | os.PathLike[str], max_nbytes: int | None = None,
 
 
 def read_remote(ranges: Iterable[Range]) -> None:
-    """Read ranges of remote files as `fetch_many` does, through their caches."""
+    """Read ranges of remote files as `fetch_many` does, through their caches. Files without a cache are read directly."""
     by_cache: dict[NodeCache | None, list[Range]] = {}
     for extent in ranges:
         by_cache.setdefault(extent[0].cache, []).append(extent)
@@ -241,7 +241,7 @@ def _open_locks(entry: _Wanted) -> RangeLocks | None:
 
 
 def _claim(todo: Sequence[_Wanted], held: list[RangeLocks]) -> tuple[list[_Wanted], list[_Wanted]]:
-    """Lock runs of absent blocks in `held`; return claimed and busy runs."""
+    """Lock runs of absent blocks; return claimed and busy runs. The locks are added to `held`."""
     claimed, busy = [], []
     for entry in todo:
         locks = _open_locks(entry)

@@ -109,7 +109,7 @@ class CacheFolder:
         self._is_counted = False
 
     def open_file(self, digest: bytes, nbytes: int) -> BlockFile:
-        """Open or create the file of an object. Raise Bypass without room, OSError if the disk cannot be written."""
+        """Open or create the file of an object. Raise Bypass if there is no room, OSError if the disk cannot be written."""
         path = os.path.join(self.path, digest.hex() + SUFFIX)
         file = open_block_file(path, digest, nbytes)
         if file is not None:
@@ -128,7 +128,10 @@ class CacheFolder:
         return file
 
     def reserve(self, wanted: Sequence[tuple[BlockFile, BlockRuns]]) -> None:
-        """Allocate disk space for blocks that the caller has locked. Raise errors as `open_file` does."""
+        """Allocate disk space for blocks that the caller has locked. Evict files if needed.
+
+        Raises errors as `open_file` does.
+        """
         needed = BLOCK * sum(last - first for _, runs in wanted for first, last in runs)
         tables = BLOCK * sum(1 + len(runs) // _RUNS_PER_TABLE for _, runs in wanted)
         with self._lock_space() as space:
@@ -183,7 +186,7 @@ class CacheFolder:
 
     @contextlib.contextmanager
     def _lock_space(self) -> Iterator[int]:
-        """Hold the lock of the file `space`; yield its descriptor."""
+        """Lock all additions and removals; yield a descriptor of the file `space`."""
         path = os.path.join(self.path, _SPACE)
         if not os.path.lexists(path):
             os.makedirs(self.path, 0o700, exist_ok=True)  # the folder may have been deleted

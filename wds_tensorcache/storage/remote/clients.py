@@ -26,7 +26,7 @@ class Client(Protocol):
     pace: Pace
 
     def read_head(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes]:
-        """Return an object's state, and at most its first `nbytes` bytes."""
+        """Return an object's state and first `nbytes` bytes, or all if shorter."""
         ...
 
     def read_range(self, request: Request, buffers: Sequence[memoryview], /) -> ObjectInfo:
@@ -34,7 +34,7 @@ class Client(Protocol):
         ...
 
     def read_tail(self, request: Request, nbytes: int, /) -> tuple[ObjectInfo, bytes] | None:
-        """Return an object's state, and at most its last `nbytes` bytes.
+        """Return an object's state and last `nbytes` bytes, or all if shorter.
 
         Return None if the server cannot read a tail without the object's length.
         """

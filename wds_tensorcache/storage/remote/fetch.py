@@ -123,7 +123,7 @@ def _plan(ranges: Iterable[Range], merges: bool) -> list[_Part]:
 
 
 def largest_gap(url: str) -> int:
-    """Return the longest gap in bytes that is cheaper than another request. It has 4 to 256 KiB."""
+    """Return the longest gap that is cheaper to read than another request. It is in bytes, from 4 KiB to 256 KiB."""
     pace = client_for(url).pace
     return int(min(_MOST_GAP, max(_LEAST_GAP, _COST * pace.latency_s / MAX_REQUESTS * pace.total_rate)))
 
@@ -157,13 +157,13 @@ def stat(url: str) -> ObjectInfo:
 
 
 def read_head(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return an object's state, and at most its first `nbytes` bytes."""
+    """Return an object's state and first `nbytes` bytes, or all if shorter."""
     request = Request(url)
     return _run(lambda: request.repeat(lambda: client_for(url).read_head(request, nbytes)))
 
 
 def read_tail(url: str, nbytes: int) -> tuple[ObjectInfo, bytes]:
-    """Return an object's state, and at most its last `nbytes` bytes."""
+    """Return an object's state and last `nbytes` bytes, or all if shorter."""
     request = Request(url, nbytes=nbytes)
 
     def attempt() -> tuple[ObjectInfo, bytes]:
@@ -230,7 +230,7 @@ def wait_for(futures: Sequence[Future[Any]]) -> None:
 
 
 def _results(futures: Sequence[Future[_Result]]) -> list[_Result]:
-    """Return the futures' results; raise other errors before a cancellation."""
+    """Return the futures' results. Raise a cancellation only if there is no other error."""
     cancelled: BaseException | None = None
     results = []
     for future in futures:

@@ -121,7 +121,7 @@ class HttpClient:
     unnoticed. Without a tag and a date, the client compares only the object's length.
 
     Some servers ignore `Range`, and respond with the whole object. The client then keeps the object in a temporary file, and
-    reads from this file. If the server has obeyed or announced ranges, the client first repeats the request twice. A proxy may
+    reads from this file. If the server has obeyed or announced ranges, the client first repeats the request twice: a proxy may
     respond with whole objects only while it fetches them.
 
     Threads/fork/pickle: as `Client`.

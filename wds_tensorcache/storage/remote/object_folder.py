@@ -198,7 +198,7 @@ class ObjectFolder:
         return self._call(request, lambda store, key: store.put(key, content, use_multipart=False, **options))
 
     def _read(self, url: str) -> tuple[bytes, _Version] | None:
-        """Return an object's content and version, or None without the object."""
+        """Return an object's content and version; None if it does not exist."""
         return self._get(url, lambda response: (bytes(response.bytes()), _version(response.meta)))
 
     def _get(self, url: str, parse: Callable[[Any], _Result], **options: Any) -> _Result | None:

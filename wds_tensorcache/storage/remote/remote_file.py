@@ -142,7 +142,7 @@ class RemoteFile:
         return list(map(bytes, contents))
 
     def read_tail(self, nbytes: int) -> bytes:
-        """Return at most the last `nbytes` bytes. The response also reports the state."""
+        """Return the last `nbytes` bytes, fewer if the object is shorter. The response also reports the state."""
         try:
             reported, tail = read_tail(self.url, nbytes)
         except FileNotFoundError as exc:

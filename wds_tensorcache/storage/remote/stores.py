@@ -80,7 +80,7 @@ class Unmet(Exception):
 
 
 def _check_endpoint(scheme: str, request: Request) -> None:
-    """Raise RemoteError if the environment's endpoint of S3 cannot work."""
+    """Raise RemoteError if the environment's S3 endpoint cannot work."""
     # Hazard: obstore panics if the endpoint is not a url, and its error for `http://` does not name the variable to set.
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL") if scheme == "s3" else ():
         # the value is not shown, because it may have credentials

@@ -33,7 +33,7 @@ class _Piece:
 
 
 class RemoteStream:
-    """The bytes of a remote object, for one reader. Requests for the next bytes are in flight.
+    """The bytes of a remote object, read in order by one caller. Requests for the next bytes are in flight.
 
     Every response must report the state that the object had when the stream was opened. A failed read fails again
     if it is repeated.
@@ -64,7 +64,9 @@ class RemoteStream:
         self._pieces: deque[_Piece] = deque()  # in the order of their bytes, without gaps
 
     def read(self, nbytes: int = -1) -> bytes:
-        """Return at most the next `nbytes` bytes, or all if negative. Memory: a copy.
+        """Return the next `nbytes` bytes, or all remaining bytes if negative. Memory: a copy.
+
+        Only at the end of the object are there fewer bytes.
 
         Raises:
             FormatError: The object has changed since the stream was opened.
