@@ -163,7 +163,7 @@ class PendingLoads:
         return value
 
     def run(self) -> None:
-        """Read the bytes of all added tensors. Raises FormatError for an invalid value or a changed shard, or RemoteError."""
+        """Read the bytes of all added tensors. Raise FormatError for an invalid value or a changed shard, or RemoteError."""
         self._reads.sort()
         source: Any = None
         buffers: list[Any] = []

@@ -30,13 +30,13 @@ class ByteSource(Protocol):
     """The bytes of a `.safetensors` member in memory or a file. Offsets count from its first byte."""
 
     def read(self, begin: int, end: int) -> bytearray | np.ndarray[Any, Any]:
-        """Return a private copy of the bytes `[begin, end)`. Raises an error if they cannot be read."""
+        """Return a private copy of the bytes `[begin, end)`. Raise an error if they cannot be read."""
 
     def allocate(self, nbytes: int) -> bytearray | np.ndarray[Any, Any]:
         """Return private memory of `nbytes` bytes, to read into."""
 
     def read_into(self, buffers: Sequence[Any], begin: int) -> None:
-        """Fill 1-D byte buffers, in order, with the bytes from `begin` on. Raises an error if they cannot be read."""
+        """Fill 1-D byte buffers, in order, with the bytes from `begin` on. Raise an error if they cannot be read."""
 
     def view(self, begin: int, end: int) -> np.ndarray[Any, Any]:
         """Return the bytes `[begin, end)` as uint8. Never write into them, even if numpy allows it.
@@ -101,7 +101,7 @@ def reference_text(kind: str, name: str, attribute: str | None) -> str:
 
 
 def parse_reference(text: str) -> tuple[str, str, str | None]:
-    """Split a reference into kind, name, and attribute `dtype` or None. Raises FormatError if one is unknown."""
+    """Split a reference into kind, name, and attribute `dtype` or None. Raise FormatError if one is unknown."""
     kind, _, rest = text.partition(":")
     name, mark, attributes = rest.partition("?")
     if kind not in ("tensor", "ndarray"):
@@ -112,7 +112,7 @@ def parse_reference(text: str) -> tuple[str, str, str | None]:
 
 
 def resolve(layout: Layout, text: str) -> Reference:
-    """Resolve the string of a reference in `layout`, which caches it. Raises FormatError if a part is unknown."""
+    """Resolve the string of a reference in `layout`, which caches it. Raise FormatError if a part is unknown."""
     reference: Reference | None = layout.references.get(text)
     if reference is not None:
         return reference

@@ -32,7 +32,7 @@ class StorableTensor:
 
 
 def describe_tensor(value: Any) -> StorableTensor:
-    """Return the stored form of a tensor, array or lazy tensor. Raises ValueError if it has none."""
+    """Return the stored form of a tensor, array or lazy tensor. Raise ValueError if it has none."""
     if isinstance(value, torch.Tensor):
         kind, true, flat = "tensor", TORCH_TRUE.get(value.dtype), _bytes_of_tensor(value)
     elif isinstance(value, np.ndarray):

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def check_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`. Raises FormatError if a bool is a byte other than 0 or 1."""
+    """Return `tensor`. Raise FormatError if a bool is a byte other than 0 or 1."""
     # Hazard: torch would compute wrong results with such a bool.
     if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).cpu().numpy().max()) > 1:
         raise FormatError("a bool tensor holds bytes other than 0 and 1")
@@ -64,7 +64,7 @@ def view_array(buffer: Any, dtype: np.dtype[Any], shape: tuple[int, ...], begin:
 
 
 def check_array(array: Array) -> Array:
-    """Return `array`. Raises FormatError for a bool other than 0 or 1, or for text beyond Unicode."""
+    """Return `array`. Raise FormatError for a bool other than 0 or 1, or for text beyond Unicode."""
     # Hazard: numpy does not check these values.
     if array.dtype.kind == "b" and array.size and int(array.view(np.uint8).max()) > 1:
         raise FormatError("a bool array holds bytes other than 0 and 1")

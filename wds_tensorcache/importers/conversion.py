@@ -160,7 +160,7 @@ class Conversion:
                 restore.join()
 
     def write_shard(self, slot: int, number: int, indexes: Sequence[int]) -> Written:
-        """Write one shard; leave out bad samples unless `stops` is True. Raises InterruptedError if the import has ended."""
+        """Write one shard; leave out bad samples unless `stops` is True. Raise InterruptedError if the import has ended."""
         written = Written()
         with self.open_writer(number) as writer:
             for index in indexes:

@@ -69,7 +69,7 @@ def _parse_npy_header(head: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]
 
 
 def list_zip(file: BinaryIO) -> dict[str, zipfile.ZipInfo]:
-    """Return the files in a zip by name. Raises FormatError for repeated or empty names, and BadZipFile for a damaged zip."""
+    """Return the files in a zip by name. Raise FormatError for repeated or empty names, and BadZipFile for a damaged zip."""
     with zipfile.ZipFile(file) as archive:
         files = archive.infolist()
     listed = {file.filename: file for file in files}
@@ -133,7 +133,7 @@ def parse_npz(
 
 
 def gunzip(raw: bytes, limit: int, remedy: str) -> bytes:
-    """Return a gzip file's content. Raises FormatError with `remedy` beyond `limit` bytes, and gzip's errors for damage."""
+    """Return a gzip file's content. Raise FormatError with `remedy` beyond `limit` bytes, and gzip's errors for damage."""
     # in pieces, because gzip.decompress copies all bytes after each of the concatenated streams
     with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file, io.BytesIO() as expanded:
         while piece := file.read(_PIECE_NBYTES):

@@ -210,7 +210,7 @@ class ResumablePipeline(IterableDataset[Any]):
         return total // self._batch_size
 
     def __len__(self) -> int:
-        """Return the number of batches of this rank in an epoch. Raises TypeError without `steps`."""
+        """Return the number of batches of this rank in an epoch. Raise TypeError without `steps`."""
         self._find_rank()
         if self._steps is None:
             raise TypeError("a stream has no length without steps=; pass batch_size= and steps=")

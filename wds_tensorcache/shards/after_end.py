@@ -42,7 +42,7 @@ def find_lost(path: str, end: int, nbytes: int, num_samples: int) -> TarFormatEr
 
 
 def load_whole(path: str) -> ShardIndex:
-    """Load the index of a shard, and check its end. Raises FormatError as `load_index` and `check_end` do."""
+    """Load the index of a shard, and check its end. Raise FormatError as `load_index` and `check_end` do."""
     file = ShardFile(path)
     try:
         index = load_index(file)

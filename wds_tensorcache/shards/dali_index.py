@@ -51,7 +51,7 @@ def build_dali_index(samples: Iterable[Sequence[ListedMember]]) -> bytes:
 
 
 def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
-    """Write DALI's index of a shard. Raises errors as `build_dali_index` and, in a local folder, `check_replaceable` do."""
+    """Write DALI's index of a shard. Raise errors as `build_dali_index` and, in a local folder, `check_replaceable` do."""
     name = dali_index_path(shard)
     if not folder.is_remote:
         check_replaceable(folder.locate(name))
@@ -59,7 +59,7 @@ def write_dali_index(folder: Folder, shard: str, index: ShardIndex) -> None:
 
 
 def split_lines(content: bytes) -> tuple[int, list[str]]:
-    """Return the number of fields per member, and each sample's line. Raises FormatError if the first line is wrong."""
+    """Return the number of fields per member, and each sample's line. Raise FormatError if the first line is wrong."""
     first, *lines = [line.decode("utf-8", "surrogateescape") for line in content.splitlines()] or [""]
     head = _fields_of(first)
     width = _WIDTHS.get("".join(head[:1]), 0)

@@ -19,7 +19,7 @@ _OBJECTS = {
 
 
 def check_option(max_expanded_nbytes: int) -> int:
-    """Return `max_expanded_nbytes` as an int. Raises TypeError unless it is an integer, ValueError if it is negative."""
+    """Return `max_expanded_nbytes` as an int. Raise TypeError unless it is an integer, ValueError if it is negative."""
     nbytes = operator.index(max_expanded_nbytes)
     if nbytes < 0:
         raise ValueError(f"max_expanded_nbytes={nbytes}, expected 0 or more")

@@ -218,7 +218,7 @@ class ShardIndex:
         return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
     def origin(self, row: int) -> tuple[int, str | None]:
-        """Return a sample's item digest (or 0) and stored name (or None). Raises FormatError if the name is not UTF-8."""
+        """Return a sample's item digest (or 0) and stored name (or None). Raise FormatError if the name is not UTF-8."""
         origins = self.origins
         if origins is None:
             return 0, None
@@ -234,7 +234,7 @@ class ShardIndex:
             raise FormatError(f"the index has a name that is not UTF-8: {raw!r:.100}; {remedy}", kind="index") from exc
 
     def key(self, row: int) -> str:
-        """Return a sample's key, as a `NamedKey` if its name is stored. Raises FormatError as `origin` does."""
+        """Return a sample's key, as a `NamedKey` if its name is stored. Raise FormatError as `origin` does."""
         key, name = self.keys[row], self.origin(row)[1] if self.has_names else None
         return key if name is None else NamedKey(key, name)
 

@@ -19,7 +19,7 @@ _Parsed = TypeVar("_Parsed")
 
 
 def load_index(file: File) -> ShardIndex:
-    """Load a shard's index from footer, sidecar or scan, in this order. Raises FormatError if the shard is damaged."""
+    """Load a shard's index from footer, sidecar or scan, in this order. Raise FormatError if the shard is damaged."""
     index = find_index(file, lambda: _read_sidecar(file.path))
     return scan(file) if index is None else index
 
@@ -42,7 +42,7 @@ def find_index(file: File, read_sidecar: Callable[[], bytes | None], *, tail: by
 
 
 def scan(file: File) -> ShardIndex:
-    """Build the index of a shard. Raises errors as `scan_shard` does. Cost: a remote shard is read as a whole."""
+    """Build the index of a shard. Raise errors as `scan_shard` does. Cost: a remote shard is read as a whole."""
     from wds_tensorcache.shards.index_builder import scan_shard
 
     try:

@@ -306,12 +306,12 @@ class Manifest:
 
     @classmethod
     def of(cls, folder: Folder) -> Manifest:
-        """Read the manifest of a folder, or return an empty manifest. Raises FormatError if it is malformed."""
+        """Read the manifest of a folder, or return an empty manifest. Raise FormatError if it is malformed."""
         return cls.parse(folder.read(MANIFEST), shown(folder.locate(MANIFEST)))
 
     @classmethod
     def parse(cls, content: bytes | None, path: str) -> Manifest:
-        """Parse the manifest at `path`. `content` is None for a missing file. Raises FormatError if it is malformed."""
+        """Parse the manifest at `path`. `content` is None for a missing file. Raise FormatError if it is malformed."""
         try:
             entries, extra = ([], {}) if content is None else _parse_manifest(content)
         except FormatError as exc:

@@ -194,7 +194,7 @@ def suffix_after(key: bytes, name: bytes) -> bytes | None:
 
 
 def cache_name(name: str) -> str:
-    """Return `name` unchanged. Raises InvalidKeyError if it cannot be the name of a cache."""
+    """Return `name` unchanged. Raise InvalidKeyError if it cannot be the name of a cache."""
     if not is_cache_name(name):
         raise InvalidKeyError(
             f"cache name {name!r:.100} must match [a-z0-9-][a-z0-9_-]* and not be one of {sorted(_RESERVED)}; "

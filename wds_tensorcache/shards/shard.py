@@ -210,7 +210,7 @@ class Shard:
         return [self.layout(row) for row in rows[first_rows].tolist()], inverse
 
     def sample(self, row: int, stored: bytes | None = None) -> Any:
-        """Return a sample with lazy tensors. Raises FormatError if it is damaged, or UnsafeSkeletonError.
+        """Return a sample with lazy tensors. Raise FormatError if it is damaged, or UnsafeSkeletonError.
 
         Cost: one read, of the sample's skeleton, unless `stored` contains the bytes at `skeleton_extent`.
         """

@@ -145,7 +145,7 @@ def parse_number(field: bytes) -> int:
 
 
 def parse_records(content: bytes, begin: int) -> Records:
-    """Return path and size in pax records. Raises TarFormatError for malformed records and sparse members."""
+    """Return path and size in pax records. Raise TarFormatError for malformed records and sparse members."""
     records: Records = {}
     at = 0
     while at < len(content):
@@ -219,7 +219,7 @@ class Headers:
         self._expected_at = -1  # after an extended header, the offset at which another header must follow
 
     def is_end(self, header: bytes, begin: int) -> bool:
-        """Return whether the archive ends at byte `begin`. Raises TarFormatError if an extended header precedes the end."""
+        """Return whether the archive ends at byte `begin`. Raise TarFormatError if an extended header precedes the end."""
         if header.count(0) < BLOCK:
             return False
         if begin == self._expected_at:
@@ -227,7 +227,7 @@ class Headers:
         return True
 
     def parse(self, header: bytes, begin: int) -> Header:
-        """Parse the header at byte `begin`, with its content if extended. Raises TarFormatError if either breaks a rule."""
+        """Parse the header at byte `begin`, with its content if extended. Raise TarFormatError if either breaks a rule."""
         checksum = _sum_of(header)
         if parse_number(header[148:156]) != checksum:
             if not begin:

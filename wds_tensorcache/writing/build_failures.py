@@ -160,7 +160,7 @@ def _format(failures: Iterable[Failure]) -> bytes:
 
 
 def list_failures(folder: Folder, names: Iterable[str] | None = None) -> list[Failure]:
-    """Return a folder's failures, one per item, in order of the items. Raises FormatError if a file has other content."""
+    """Return a folder's failures, one per item, in order of the items. Raise FormatError if a file has other content."""
     failures: dict[int, Failure] = {}
     for name in filter(_NAME, folder.names() if names is None else names):
         try:

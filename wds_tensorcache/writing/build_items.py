@@ -322,7 +322,7 @@ def _begin_worker(parent: int | None, worker: int) -> None:
 
 
 def each_once(batch: Iterable[Item], seen: set[str], stored_key: Callable[[str], str]) -> Iterator[Item]:
-    """Yield items with their stored keys, and add these to `seen`. Raises ValueError if `seen` already contains a key."""
+    """Yield items with their stored keys, and add these to `seen`. Raise ValueError if `seen` already contains a key."""
     for item in batch:
         if (key := stored_key(item.key)) != item.key:
             item = replace(item, key=key)

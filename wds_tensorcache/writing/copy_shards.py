@@ -71,7 +71,7 @@ class OldShard:
 
     @computed_once
     def keys(self) -> Keys:
-        """The keys with the prefix. Raises InvalidKeyError if a reader would misread a member's name."""
+        """The keys with the prefix. Raise InvalidKeyError if a reader would misread a member's name."""
         if not self.prefix:
             return self.index.keys
         suffixes, raws = self.members.suffixes, list[bytes]()
@@ -83,7 +83,7 @@ class OldShard:
 
     @computed_once
     def members(self) -> MemberTable:
-        """All members. Raises FormatError unless they are in the order of the samples in the index."""
+        """All members. Raise FormatError unless they are in the order of the samples in the index."""
         members = self.index.members_in_order()
         if (np.diff(members.rows) < 0).any() or len(np.unique(members.rows)) != len(self.index.keys):
             raise FormatError("the index does not list the samples in their order", kind="index").at(self.path)

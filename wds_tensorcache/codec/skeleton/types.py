@@ -53,7 +53,7 @@ Listed = tuple[str, str, Callable[[Any], tuple[Any, ...]]]
 
 
 def allow_table(allow: Iterable[type]) -> dict[tuple[str, str], type]:
-    """Return classes in `allow=` by name, without listed types (FORMAT.md 2.7). Raises TypeError unless all are classes."""
+    """Return classes in `allow=` by name, without listed types (FORMAT.md 2.7). Raise TypeError unless all are classes."""
     if isinstance(allow, type):
         raise TypeError(f"allow= takes a list of classes, got {allow!r}")
     table = {}

@@ -66,7 +66,7 @@ class SkeletonWriter:
         self._call_cost = self._num_deques = self._num_defaultdicts = self._num_key_parts = 0
 
     def body(self) -> bytes:
-        """Return the pickle after the preamble. Raises EncodeError if its calls exceed a limit (FORMAT.md 2.6)."""
+        """Return the pickle after the preamble. Raise EncodeError if its calls exceed a limit (FORMAT.md 2.6)."""
         parts, gets = self._parts, self._gets
         memo = {}
         for index, slot in enumerate(sorted(set(gets.values()))):
@@ -87,7 +87,7 @@ class SkeletonWriter:
         return body
 
     def save(self, value: Any, path: str = "", opaque: Iterator[int] | None = None, depth: int = 1) -> None:
-        """Write the value at `path`. Raises EncodeError if the format cannot represent it.
+        """Write the value at `path`. Raise EncodeError if the format cannot represent it.
 
         Values in a set, a dict key or an allowed object have no paths; tensors there take their numbers from `opaque`.
         """
