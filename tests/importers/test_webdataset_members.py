@@ -128,6 +128,18 @@ def test_files_patterns_and_lists(tmp_path: Path) -> None:
     assert (result["num_written"], result["fingerprint"]["source"]) == (2, [first, second])
 
 
+def test_hidden_files_of_macos(tmp_path: Path) -> None:
+    hidden = {".DS_Store": b"\0", "./._1.npy": b"\0", "a/._2.npy": b"\0", "__MACOSX/a/._2.npy": b"\0"}
+    members = {"./1.npy": np.ones(3), "./1.txt": b"one", "a/2.npy": np.zeros(3)}
+    write_tar(tmp_path / "in" / "a.tar", {**hidden, **members})
+    report = tc.import_cache(tmp_path / "in", tmp_path / "out")
+    assert (report.format, report.skipped) == ("webdataset", [])
+    with tc.open(tmp_path / "out") as cache:
+        assert list(cache.keys()) == ["1", "a/2"]
+        assert cache.members == {"txt": 1}
+        assert [sample.tolist() for sample in cache] == [[1] * 3, [0] * 3]
+
+
 @pytest.mark.parametrize("suffix", ["pyd", "pkl", "pt"])
 def test_pickles_do_not_run(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

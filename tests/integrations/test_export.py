@@ -179,7 +179,12 @@ def shared() -> dict[str, Any]:
         ("safetensors", {1: torch.ones(1), "1": 3}, "two values would have the name '1'"),
         ("npz", {"a\0b": torch.ones(1)}, r"a tensor has the name 'a\x00b'"),
         ("safetensors", {"__metadata__": torch.ones(1)}, "a tensor has the name '__metadata__'"),
-        ("safetensors", {"x": torch.zeros(2, dtype=torch.complex128)}, "a safetensors file cannot hold it"),
+        (
+            "safetensors",
+            {"x": torch.zeros(2, dtype=torch.complex128)},
+            "cannot hold it: ValueError(\"tensor 'x' is torch.complex128",
+        ),
+        ("safetensors", {"x": torch.zeros(2).to(torch.float8_e8m0fnu)}, "tensor 'x' is torch.float8_e8m0fnu"),
         ("safetensors", {"x": np.array(["a"])}, "a safetensors file cannot hold it"),
     ],
 )

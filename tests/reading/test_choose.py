@@ -157,6 +157,40 @@ def test_places_in_dicts_with_ints_as_keys(tmp_path: Path) -> None:
             cache.read_batch([0], choose={"names.3": ["names.1", "names.5"]})
 
 
+def test_a_chosen_key_has_the_type_of_the_other_keys(tmp_path: Path) -> None:
+    samples = [
+        {
+            "acts": {1: torch.tensor([i]), 5: torch.tensor([-i])} if i else {5: torch.tensor([0])},
+            "deep": {1: {2: torch.tensor([i]), 3: torch.tensor([-i])}},
+            "names": {1: f"a{i}", 5: f"b{i}"},
+            "text": {"1": torch.tensor([i]), "5": torch.tensor([-i])},
+            "pairs": {(1, 2): torch.tensor([i]), (3, 4): torch.tensor([-i])},
+        }
+        for i in range(3)
+    ]
+    choose = {"acts.1": "acts.*", "deep.1.2": "deep.1.*", "names.5": "names.*", "text.1": "text.*"}
+    choose |= {"deep.1.7": "pairs.*"}
+    with tc.open(write(tmp_path / "c", samples)) as cache:
+        for indices in ([0, 1, 2], [2, 1, 0]):
+            choices = {name: [i > 0 for i in indices] for name in choose}
+            choices = {name: np.array(numbers, np.int64) for name, numbers in choices.items()}
+            batch = cache.read_batch(indices, choose=choose, choices=choices)
+            assert set(batch) == {"acts", "deep", "names", "text"}
+            assert list(batch["acts"]) == [1]
+            assert batch["acts"][1].tolist() == [[-i] for i in indices]
+            assert list(batch["deep"]) == [1]
+            assert list(batch["deep"][1]) == [2, 7]
+            assert batch["deep"][1][2].tolist() == batch["deep"][1][7].tolist() == [[-i] for i in indices]
+            assert list(batch["names"]) == [5]
+            assert batch["names"][5] == [f"b{i}" if i else "a0" for i in indices]
+            assert list(batch["text"]) == ["1"]
+            listed = cache.read_batch(indices, choose=choose, choices=choices, collate=lambda samples: samples)
+            assert [set(sample["acts"]) for sample in listed] == [{1}] * 3
+            assert [sample["names"][5] for sample in listed] == batch["names"][5]
+        batch = cache.read_batch([1], choose={"pairs.@1": ["pairs.@0", "pairs.@1"]})
+        assert batch["pairs"] == {(3, 4): torch.tensor([[1]])}
+
+
 def test_joined_caches(folder: str, tmp_path: Path) -> None:
     with tc.open(folder) as cache:
         joined = tc.join({"a": cache.select(["latent*"]), "b": cache[::-1].select("captions.*")})
@@ -196,8 +230,18 @@ def test_joined_caches(folder: str, tmp_path: Path) -> None:
         ({"latent": 3}, None, ValueError, "captions"),
         ({"latent": [3]}, None, ValueError, "captions"),
         ({(): []}, None, ValueError, "captions"),
-        ({("latent", "mask"): ["latent"]}, None, ValueError, "tuple"),
-        ({"latent": "latent*", ("latent", "x"): ("latent*", "latent*")}, None, ValueError, "twice"),
+        (
+            {("latent", "mask"): ["latent"]},
+            None,
+            ValueError,
+            "expected a tuple of as many names or patterns as the key",
+        ),
+        (
+            {"latent": "latent*", ("latent", "x"): ("latent*", "latent*")},
+            None,
+            ValueError,
+            "the name 'latent' occurs twice",
+        ),
         (None, {"latent": [0]}, ValueError, "choose="),
         (CHOOSE, {"text": [0], "txt": [0]}, ValueError, "'txt'"),
         (CHOOSE, {"text": [0, 0]}, ValueError, "1 integers"),
@@ -412,8 +456,8 @@ def test_tensors_and_values_that_are_chosen_together(paired: Any) -> None:
     assert info.choices.chosen("tag") == ["tags.a.2", "tags.a.3"]
     assert pickle.loads(pickle.dumps(info)).choices == info.choices
     message = (
-        "sample '001': 'text', 'x' are chosen together, but the alternatives 'texts.2', 'texts.0', 'texts.1' and 'more.0', "
-        r"'more.1' cannot be paired by name: .* or list the pairs: \[\("
+        "sample '001': 'text', 'x' are chosen together, but .*: one has 'texts.2', 'texts.0', 'texts.1', the other 'more.0', "
+        r"'more.1'. What .* or list the pairs: {\('text', 'x'\): \[\("
     )
     with pytest.raises(tc.BatchError, match=message):
         paired.read_batch([1], choose={("text", "x"): ("texts.*", "more.*")})["x"].tolist()
@@ -515,14 +559,14 @@ def test_other_names_are_not_paired(tmp_path: Path) -> None:
         return {key: torch.tensor(n) for n, key in enumerate(keys)}
 
     cases: list[Any] = [
-        (tensors("ab"), {"a": "0", "c": "1"}, "'texts.b', 'texts.a' and 'captions.c', 'captions.a'"),
-        (tensors("ab"), tensors("ac"), "'texts.b', 'texts.a' and 'captions.c', 'captions.a'"),
-        ([*tensors("ab").values()], [None, "0", "1"], "'texts.0', 'texts.1' and 'captions.2', 'captions.1'"),
-        (tensors([0.5, 1.5]), {1.5: "1", 0.5: "0"}, "'texts.@0', 'texts.@1' and 'captions.@0', 'captions.@1'"),
+        (tensors("ab"), {"a": "0", "c": "1"}, "'texts.b', 'texts.a', the other 'captions.c', 'captions.a'"),
+        (tensors("ab"), tensors("ac"), "'texts.b', 'texts.a', the other 'captions.c', 'captions.a'"),
+        ([*tensors("ab").values()], [None, "0", "1"], "'texts.0', 'texts.1', the other 'captions.2', 'captions.1'"),
+        (tensors([0.5, 1.5]), {1.5: "1", 0.5: "0"}, "'texts.@0', 'texts.@1', the other 'captions.@0', 'captions.@1'"),
     ]
     for number, (texts, captions, names) in enumerate(cases):
         cache = tc.open(write(tmp_path / f"{number}", [{"texts": texts, "captions": captions}]))
-        with pytest.raises(tc.BatchError, match=f"sample '000': .*alternatives {names} cannot be paired"):
+        with pytest.raises(tc.BatchError, match=f"sample '000': .* cannot be paired by name: one has {names}\\. "):
             cache.read_batch([0], choose={("text", "caption"): ("texts.*", "captions.*")})["caption"].tolist()
 
 
@@ -612,6 +656,24 @@ def test_a_misspelled_alternative(tmp_path: Path) -> None:
             ):
                 with pytest.raises(tc.BatchError, match="no sample has a tensor '(flp|no.*)'; there are .*flip"):
                     use()
+
+
+def test_views_without_some_alternatives(tmp_path: Path) -> None:
+    samples = [{"latent": torch.zeros(2), "x": torch.tensor(i)} for i in range(8)]
+    for sample in samples[4:]:
+        sample["flip"] = torch.ones(2)
+    choose, joined_choose = {"latent": ["latent", "flip"]}, {"a.latent": ["a.latent", "a.flip"]}
+    with tc.open(write(tmp_path, samples)) as cache:
+        for view in (cache[:4], cache.filter(lambda entry: "flip" not in entry.shapes), cache.select(["latent", "x"])):
+            for loader in (tc.Loader(view, 2, choose=choose), tc.torch_loader(view, 2, choose=choose)):
+                assert not next(iter(loader))["latent"].any()
+            assert not view.read_batch([0, 1], choose=choose)["latent"].any()
+            joined = tc.join({"a": view})
+            assert not next(iter(tc.Loader(joined, 2, choose=joined_choose)))["a"]["latent"].any()
+            with pytest.raises(tc.BatchError, match="no sample has a tensor 'flp'; there are .*'flip'"):
+                tc.Loader(view, choose={"latent": ["latent", "flp"]})
+        with pytest.raises(tc.BatchError, match="unknown tensor 'latent'; there are 'x'"):
+            tc.Loader(cache.select("x"), choose=choose)
 
 
 def test_members_are_no_alternatives(tmp_path: Path) -> None:

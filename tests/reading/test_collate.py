@@ -63,6 +63,18 @@ def test_auto_for_one_tensor(cache: Any) -> None:
         cache.read_batch([0, 1], collate={"*": "auto"})
 
 
+@pytest.mark.parametrize("name", [1, None, b"odd", ("cond", "text"), ("odd",)])
+def test_names_are_strings(cache: Any, name: Any) -> None:
+    for option, argument in (("collate", {name: "pad"}), ("pad_value", {name: 1})):
+        arguments: dict[str, Any] = {"collate": "pad", option: argument}
+        message = re.escape(f"{option}={{{name!r}: …}}, expected names of tensors or patterns, which are strings")
+        for use in (cache.read_batch, cache.read_tensors, tc.join({"a": cache}).read_batch):
+            with pytest.raises(TypeError, match=message):
+                use([0, 3], **arguments)
+        with pytest.raises(TypeError, match=message):
+            tc.Loader(cache, **arguments)
+
+
 @pytest.mark.parametrize("way", ["pad", tc.pad(to=3)])
 def test_only_the_first_dimension_is_padded(cache: Any, way: Any) -> None:
     rest = cache.select(["latent", "cond.*", "scalar"])

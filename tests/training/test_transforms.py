@@ -202,6 +202,8 @@ def test_wrong_replacements(tmp_path: Path) -> None:
     for p, value in ((-0.1, {"x": 0}), (1.1, {"x": 0}), (0.1, {}), (0.1, 0), (0.1, {0: 0})):
         with pytest.raises(ValueError, match="expected"):
             tc.drop_text(p, value)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="mark=True, expected a name"):
+        tc.drop_text(0.1, {"x": 0}, mark=True)  # type: ignore[arg-type]
     for shape, message in (
         ((4, 2), r"a row \[3, 2\]; use collate={'x': tc.pad\(to=4\)} or a greater length$"),
         ((2, 3), r"'x' has shape \[2, 3\], but a row \[3, 2\]$"),

@@ -19,6 +19,7 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from wds_tensorcache.codec.dtypes import TORCH_TRUE
 from wds_tensorcache.codec.reference import RESERVED
 from wds_tensorcache.codec.tree import SEQUENCES, realize, rebuild, repeats_much
 from wds_tensorcache.errors import EncodeError, InvalidKeyError
@@ -286,7 +287,7 @@ class _Export:
                 continue
             if name == RESERVED or not name.isprintable():
                 raise EncodeError(f"a tensor has the name {name!r:.100}; use pt")
-            arrays[name] = self._as_array(name, leaf) if self._kind == "npz" else _as_tensor(leaf)
+            arrays[name] = self._as_array(name, leaf) if self._kind == "npz" else _as_tensor(name, leaf)
         return arrays, values
 
     def _as_array(self, name: str, leaf: Any) -> Any:
@@ -327,9 +328,11 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{name}.{key}" if name else str(key))
 
 
-def _as_tensor(leaf: Any) -> torch.Tensor:
-    # a copy: a tensor may occur twice, and safetensors refuses tensors that share memory
+def _as_tensor(name: str, leaf: Any) -> torch.Tensor:
     tensor = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+    if TORCH_TRUE[tensor.dtype].attribute is not None:  # safetensors saves more dtypes than it loads
+        raise ValueError(f"tensor {name!r:.100} is {tensor.dtype}")
+    # a copy: a tensor may occur twice, and safetensors refuses tensors that share memory
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

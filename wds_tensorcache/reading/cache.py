@@ -426,6 +426,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return the names of all tensors that a batch may have. The samples of this view may lack a tensor."""
         return list(self.schema)
 
+    def _stored_names(self) -> list[str]:
+        """Return the names of all tensors of the whole cache, even of those that this view leaves out."""
+        return list(self.schema)
+
     @abstractmethod
     def _request(self, indices: Any, *, collate: Any = None) -> Any:
         """Return a request for samples by index, key or another view's request. `collate` may add tensors to the batch."""
@@ -623,7 +627,10 @@ class TensorCache(Cache[_Sample]):
         return last[1]
 
     def _batch_names(self) -> list[str]:
-        return list(filter(self._wanted, whole_schema(self._store)))
+        return list(filter(self._wanted, self._stored_names()))
+
+    def _stored_names(self) -> list[str]:
+        return list(whole_schema(self._store))
 
     def _take(self, numbers: slice | Array) -> TensorCache[_Sample]:
         return TensorCache(self._store, take(self._where, numbers), *self._selection)

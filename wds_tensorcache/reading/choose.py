@@ -50,10 +50,15 @@ _Edges: TypeAlias = "tuple[float, ...]"
 _Match: TypeAlias = "tuple[tuple[int, tuple[str, ...]], ...]"
 _WILDCARD = re.compile(r"\*|\?|\[!?\]?[^\]]*\]")
 _POSITIONAL = re.compile(r"(^|\.)@\d+(\.|$)|~\d+$")  # a part of a name that depends on the order of the keys in a dict
+_NUMBER = re.compile(r"(^|\.)[-@]?\d+(\.|$)")  # a part of a name that may be an index, or a key that is not text
 _NUM_EXAMINED = 8  # samples in which the numbers of alternatives are compared
 _EXPECTED = (
     "lists of tensor names, or of patterns, by name: {'latent': ['latent', 'latent_flipped'], 'text': 'captions.*'}, "
     "or dicts with their weights: {'text': {'captions.0': 2, 'captions.*': 1}}"
+)
+_EXPECTED_TOGETHER = (
+    "a tuple of as many names or patterns as the key: {('text', 'caption'): ('texts.*', 'captions.*')}, or a list of such "
+    "tuples: [('texts.0', 'captions.0'), ('texts.1', 'captions.1')], or a dict with their weights"
 )
 
 # --- the argument ---
@@ -128,8 +133,11 @@ class Alternatives:
         if not isinstance(choose, Mapping) or not choose:
             raise ValueError(f"choose={choose!r:.200}, expected a dict of {_EXPECTED}")
         alternatives = cls(tuple(_parse_group(name, wanted) for name, wanted in choose.items()))
-        if len(alternatives.patterns) < len(alternatives.names):
-            raise ValueError(f"choose={choose!r:.200}: a name occurs twice")
+        names = alternatives.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(
+                f"choose={choose!r:.200}: the name {twice!r:.100} occurs twice; list all its alternatives in one entry"
+            )
         return alternatives
 
     @classmethod
@@ -162,15 +170,19 @@ class Alternatives:
         """Check that `cache` has these alternatives. Warn if independent choices seem to belong together.
 
         Raises:
-            BatchError: A name or pattern matches no tensor of the cache, and no value of its first sample. Or a name in the
-                batch belongs to a tensor outside its alternatives.
+            BatchError: A name or pattern matches no tensor of the whole cache, and no value of its first sample. Or a name in
+                the batch belongs to a tensor outside its alternatives.
             ValueError: An alternative is a container of tensors.
         """
         names = list(cache.schema)
-        self.check_patterns(names)
+        try:
+            self.check_patterns(names)
+        except BatchError:  # a view may leave alternatives out; this costs the index of every shard
+            self.check_patterns(cache._stored_names())
         for name, patterns in self.patterns.items():
-            if not _expand(patterns, names):
-                _check_container(name, patterns, names)
+            if _expand(patterns, names):
+                continue
+            _check_container(name, patterns, names)
             try:
                 cache.select(patterns)  # a SharedDataset may not know all names
             except KeyError as exc:
@@ -244,8 +256,8 @@ def _parse_group(name: Any, wanted: Any) -> Group:
         rows = [item if is_tuple else (item,) for item in alternatives]
     are_alike = all(isinstance(row, tuple) and len(row) == len(names) for row in rows)
     if not rows or not are_alike or not all(isinstance(text, str) for row in (names, *rows) for text in row):
-        together = ", each a tuple of as many names as the key" if is_tuple else ""
-        raise ValueError(f"choose={{{name!r:.100}: {wanted!r:.200}}}{together}, expected {_EXPECTED}")
+        expected = _EXPECTED_TOGETHER if is_tuple else _EXPECTED
+        raise ValueError(f"choose={{{name!r:.100}: {wanted!r:.200}}}, expected {expected}")
     patterns = tuple(zip(*rows, strict=True))
     weights = _parse_weights(name, wanted) if isinstance(wanted, Mapping) else (1.0,) * len(rows)
     are_apart = len(rows) == 1 or not any(len(set(row)) < len(row) or any(map(glob.has_magic, row)) for row in patterns)
@@ -486,16 +498,19 @@ class ChosenRequest(Request):
         sample = self.structures.selected(self.structures.whole(raw))
         lazies, stored = flatten(raw), self.picked.chosen[self.picked.which.item(i)]
         tensors = {name: None if one is None else lazies[one]._renamed(name) for name, one in stored.items()}
-        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in chosen.items()})
+        self._place(sample, tensors, {name: pairs[i][1] for name, pairs in chosen.items()}, i)
         return sample
 
-    def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-        """Remove the alternative values, and put in the chosen tensors and values."""
+    def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any], i: int = 0) -> None:
+        """Remove the alternative values, and put in the chosen tensors and values.
+
+        `batch` is a batch, or sample `i`.
+        """
         for name in values:
             for place, key in _places(batch, self.alternatives.patterns[name]):
                 del place[key]
         for name, chosen in (*tensors.items(), *values.items()):
-            put(batch, name, chosen)
+            put(batch, name, chosen, self.rows.sample(i) if _NUMBER.search(name) else None)
 
     def in_view(self, store: Any, structures: Structures, fixed: tuple[str, ...] = ()) -> Request:
         return choose_alternatives(self.base.in_view(store, structures, fixed), self.alternatives, self.chooser)
@@ -601,9 +616,9 @@ def _check_pairs(key: str, group: Group, first: dict[_Match, str], other: dict[_
         for own, beside in ((first, other), (other, first))
     )
     raise BatchError(
-        f"sample {key!r}: {list_names(group.names)} are chosen together, but the alternatives {' and '.join(names)} cannot be "
-        "paired by name: what wildcards match must be the same; give both the same keys (text or ints) or lists of one length, "
-        "or list the pairs: [('texts.a', 'captions.b'), …]"
+        f"sample {key!r}: {list_names(group.names)} are chosen together, but their alternatives cannot be paired by name: "
+        f"one has {', the other '.join(names)}. What wildcards match must be the same: store lists of one length, or dicts "
+        f"with the same keys (text or ints); or list the pairs: {{{group.names!r:.100}: [('texts.a', 'captions.b'), …]}}"
     )
 
 

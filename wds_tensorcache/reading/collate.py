@@ -65,6 +65,13 @@ class Collate:
     pad_value: PadValue = 0  # for `"pad"`: a number, or numbers by tensor name or pattern
     prefix: str = ""  # added to a tensor's name before it is matched; used by joined caches
 
+    def __post_init__(self) -> None:
+        for option, wanted in ("collate", self.ways), ("pad_value", self.pad_value):
+            for name in wanted if isinstance(wanted, Mapping) else ():
+                if not isinstance(name, str):
+                    expected = "names of tensors or patterns, which are strings; cache.schema lists the names"
+                    raise TypeError(f"{option}={{{name!r:.100}: …}}, expected {expected}")
+
     def with_prefix(self, prefix: str) -> Collate:
         """Return a copy that adds `prefix` to tensor names."""
         return replace(self, prefix=self.prefix + prefix) if prefix else self

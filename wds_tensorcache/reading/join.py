@@ -309,6 +309,9 @@ class JoinedCache(Cache[_Sample]):
         named = zip(self._prefixes, self._tensor_names, strict=True)
         return list(dict.fromkeys(prefix + name for prefix, names in named for name in names))
 
+    def _stored_names(self) -> list[str]:
+        return [prefix + name for prefix, cache in self._prefixed() for name in cache._stored_names()]
+
     def _request(self, indices: Any, *, collate: Any = None) -> _JoinedRequest:
         if isinstance(indices, _JoinedRequest):
             parts = [cache._request(part) for cache, part in zip(self._caches, indices.parts, strict=True)]

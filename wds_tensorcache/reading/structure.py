@@ -105,22 +105,34 @@ def drop_none(sample: Any, whole: Any, name: str) -> None:
             sample.pop(key, None)  # a dict that occurs twice has lost it before
 
 
-def put(sample: Any, name: str, value: Any) -> None:
-    """Put a chosen tensor or value into nested dicts at `name`. Raise BatchError if another value is in the way."""
+def put(sample: Any, name: str, value: Any, whole: Any) -> None:
+    """Put a chosen tensor or value into nested dicts at `name`. Raise BatchError if another value is in the way.
+
+    `whole` is a sample with all its tensors, which shows the types of keys. It may be None if `name` contains no number.
+    """
     container = sample
     parts = name.split(".")
     for part, after in pairwise(parts):
-        key = steps_of(container).get(part, key_of(part))  # a dict may have ints as keys
-        if type(container) in DICTS and not after.isdecimal():  # a number may be the index of a list that was removed
+        key = _find_key(part, container, whole)
+        whole = whole.get(key) if type(whole) in DICTS else None
+        # a number may be the index of a list that was removed
+        if type(container) in DICTS and (type(whole) in DICTS or not after.isdecimal()):
             container.setdefault(key, {})
         container = container.get(key) if type(container) in DICTS else None
-    key = steps_of(container).get(parts[-1], key_of(parts[-1]))
+    key = _find_key(parts[-1], container, whole)
     if type(container) not in DICTS or key in container:
         raise BatchError(
             f"choose={{{name!r}: …}}: samples have another value at this place, or a container that is not a dict; choose a "
             "new name"
         )
     container[key] = value
+
+
+def _find_key(part: str, container: Any, whole: Any) -> Any:
+    """Return the key for a part of a name: an int if the dict has such keys."""
+    steps = steps_of(container) | steps_of(whole)
+    is_int = part.isdecimal() and component(int(part), 0) == part and any(type(key) is int for key in steps.values())
+    return steps.get(part, int(part) if is_int else key_of(part))
 
 
 def key_of(part: str) -> str:

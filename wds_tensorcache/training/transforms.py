@@ -40,6 +40,7 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
 
     Raises:
         ValueError: `p` is out of range, or `value` is not a dict of replacements.
+        TypeError: `mark` is not a string.
 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such value.
@@ -53,6 +54,8 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
         raise ValueError(f"p={p}, expected a probability in [0, 1]")
     if not isinstance(value, Mapping) or not value or not all(isinstance(name, str) for name in value):
         raise ValueError(f"value={value!r:.200}, expected replacements by name: {{'text': empty_text, 'pooled': 0}}")
+    if mark is not None and not isinstance(mark, str):
+        raise TypeError(f"mark={mark!r:.100}, expected a name for the mask of the replaced rows, such as 'is_dropped'")
     values = {name: torch.tensor(text) if isinstance(text, np.ndarray) else text for name, text in value.items()}
     return DropText(p, {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in values.items()}, mark)
 

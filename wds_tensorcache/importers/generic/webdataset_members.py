@@ -17,7 +17,7 @@ Numpy arrays become tensors. All other members, such as `.jpg`, `.json` and `.tx
 are refused. If the files are not trusted, pickles, `.pt`, `.pth` and `.ckpt` members may contain only tensors, arrays of
 numbers or texts, and plain values.
 
-Symbolic and hard links in a tar are not followed, but reported.
+Symbolic and hard links in a tar are not followed, but reported. Hidden files, such as `._1.npy` from macOS, are skipped.
 
 If a tar is damaged, only the samples before the damaged sample are imported.
 """
@@ -74,7 +74,9 @@ def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
         file = ShardFile(folder.locate(name))
         first = None
         for member, *_ in Scanner(file.read, file.nbytes):
-            key, suffix = _split(member)
+            if (split := _split(member)) is None:
+                continue
+            key, suffix = split
             first = first or key
             if key != first and len(suffixes) >= _NUM_PROBED:
                 break
@@ -82,9 +84,10 @@ def _first_suffixes(folder: SourceFolder, name: str) -> list[str]:
     return suffixes
 
 
-def _split(member: str) -> tuple[str, str]:
-    """Split a member's name into key and suffix, which may be empty."""
-    return split_member(member) or (member, "")
+def _split(member: str) -> tuple[str, str] | None:
+    """Split a member's name into key and suffix, which may be empty. Return None for a hidden file."""
+    is_hidden = member.rpartition("/")[2].startswith(".")
+    return split_member(member) or (None if is_hidden else (member, ""))
 
 
 def _kind(suffix: str) -> str:
@@ -101,7 +104,9 @@ def _open(folder: SourceFolder) -> Source:
             file = ShardFile(folder.locate(name))
             scanner = Scanner(file.read, file.nbytes)
             for member, begin, nbytes in scanner:
-                key, suffix = _split(member)
+                if (split := _split(member)) is None:
+                    continue
+                key, suffix = split
                 members = samples.setdefault(key, {})
                 if suffix in members:
                     raise FormatError(f"member {member!r:.100} occurs twice", kind="duplicate")
