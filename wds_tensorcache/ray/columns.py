@@ -17,6 +17,7 @@ from ray.data.extensions import (
 )
 
 from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.reading.schema import TensorSchema
 
@@ -26,6 +27,19 @@ Kind = Literal["fixed", "ragged", "optional", "object"]
 PLAIN = {"str": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64(), "bytes": pa.binary()}
 _INT64 = range(-(1 << 63), 1 << 63)
 _SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 cannot encode them
+
+
+def is_in_arrow(dtype: Any) -> bool:
+    return dtype_name(dtype) == str(arrow_carrier(dtype).dtype)
+
+
+def carry(value: Any, is_object: bool) -> Any:
+    """View a tensor as its carrier; as a Python object, as void of the same shape and bits if Arrow lacks the dtype."""
+    array = arrow_carrier(value.dtype).carry(value)
+    # Hazard: Ray makes one dtype of the numbers in a column, also of those that are bits. It leaves void as it is.
+    if not is_object or is_in_arrow(value.dtype):
+        return array
+    return np.ascontiguousarray(array).reshape(-1).view(f"V{value.dtype.itemsize}").reshape(value.shape)
 
 
 def tensor_column(arrays: Any, kind: Kind, tensor: TensorSchema) -> Any:

@@ -25,7 +25,7 @@ from wds_tensorcache.codec.reference import component, join_path
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
 from wds_tensorcache.codec.tree import flatten, map_leaves, walk
 from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError, StaleCacheError, TensorCacheError
-from wds_tensorcache.ray.columns import PLAIN, value_kind, values_by_column
+from wds_tensorcache.ray.columns import PLAIN, is_in_arrow, value_kind, values_by_column
 from wds_tensorcache.reading.structure import value_at
 from wds_tensorcache.shards.names import hashed_key
 
@@ -110,21 +110,11 @@ def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | N
     """Undo the changes that numpy, pandas and Arrow make to a column with nulls, or with texts and bytes.
 
     Raises:
-        EncodeError: An int has lost bits, or tensors of several dtypes have become tensors of one dtype.
+        EncodeError: An int has lost bits.
     """
     # in a union of datasets, rows of one of them may lack a column of the other
     default = None if any(mark is not None and name in mark.columns for mark in marks) else ""
     kinds = ["" if mark is None else mark.columns.get(name, default) for mark in marks]
-    dtypes = dict.fromkeys(kind for kind in kinds if isinstance(kind, (torch.dtype, np.dtype)))
-    for value, kind in zip(values, kinds, strict=True) if len(dtypes) > 1 else ():
-        if kind not in dtypes or not isinstance(value, np.ndarray) or not value.ndim or arrow_carrier(kind).fits(value):
-            continue
-        carrier = arrow_carrier(kind).dtype
-        if dtype_name(kind) != carrier.name or not np.can_cast(carrier, value.dtype):  # bits, or numbers that lose bits
-            listed = " and ".join(map(str, dtypes))
-            problem = f"column {name!r} has tensors of {listed}, which are {value.dtype} now"
-            remedy = "use read_ray(…, exact=True) or batch_format='pyarrow', or return it by ray_from_torch(…, batch)"
-            raise EncodeError(f"{problem}; {remedy}")
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if not {None, "str", "bytes"} & set(kinds) and not (may_be_float and "int" in kinds):
         return values
@@ -199,7 +189,9 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
         carrier = arrow_carrier(dtype)
         # Ray makes lists of the tensors of a batch of numpy if one of its rows is None
         array = np.asarray(value, carrier.dtype if isinstance(value, list) else None)
-        if not array.ndim and array.dtype != carrier.dtype and array.dtype.kind in "biuf":
+        if array.dtype == f"V{dtype.itemsize}":
+            array = array.reshape(-1).view(carrier.dtype).reshape(array.shape + carrier.inner)
+        if not array.ndim and array.dtype.kind in "biuf" and is_in_arrow(dtype):
             # Arrow and pandas widen the numbers of tensors without dimensions
             with np.errstate(all="ignore"):
                 narrow = array.astype(carrier.dtype)

@@ -86,8 +86,7 @@ def write_ray(
             integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.
         EncodeError: A value cannot be stored, or two columns have the same place in the sample. Or columns of `read_ray` lack a
-            part of the sample, for example its lists, or Ray has made one dtype of tensors of several dtypes: pass `exact=True`
-            to `read_ray`.
+            part of the sample, for example its lists: pass `exact=True` to `read_ray`.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, or JSON cannot represent the fingerprint.
         ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
