@@ -337,6 +337,10 @@ def test_what_is_in_the_folder(every_kind_cache: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "100%").exists()
     with pytest.raises(TypeError, match="max_sample"):
         tc.ray.write_ray(first, out, overwrite=True, max_sample=3)
+    for limit in ("max_samples", "max_nbytes"):
+        with pytest.raises(ValueError, match=f"^{limit}=0, expected at least 1$"):
+            tc.ray.write_ray(first, tmp_path / "limits", **{limit: 0})  # type: ignore[arg-type]
+    assert not (tmp_path / "limits").exists()
 
 
 def test_several_writes_at_once(every_kind_cache: Path, tmp_path: Path) -> None:

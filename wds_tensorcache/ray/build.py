@@ -77,8 +77,9 @@ def build_ray(
         InvalidKeyError: Two items have the same key, a key is neither text nor an integer, or some reader would misread it.
         KeyError: There is no column `key`.
         EncodeError: The model returned a value that cannot be stored.
-        ValueError: The model returned fewer or more samples than rows, or the folder's name contains `%`.
-        TypeError: An option is unknown, or JSON cannot represent the fingerprint.
+        ValueError: The model returned fewer or more samples than rows, the folder's name contains `%`, or `max_samples` or
+            `max_nbytes` is less than 1.
+        TypeError: An option is unknown, a limit is no number, or JSON cannot represent the fingerprint.
         FormatError: A finished shard is damaged.
         RemoteError: A request to the object store failed.
         Exception: The model raised it. A note names the folder; samples in finished shards are kept.

@@ -29,6 +29,7 @@ from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.resume import load_finished
+from wds_tensorcache.writing.writer import check_limits
 
 Shards = dict[str, tuple[ShardEntry, ShardIndex]]  # by name
 Mode = Literal["create", "append", "overwrite", "build"]
@@ -99,6 +100,8 @@ def delete_shards(folder: Folder, names: Iterable[str]) -> None:
 @contextlib.contextmanager
 def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
     """Prepare a folder for a write, or raise FileExistsError. At the end, remove the write's shards that are not listed."""
+    # a task would raise it only when it makes its first shard
+    check_limits(options["max_samples"], options.get("max_nbytes", 1))
     folder = folder_of(path)
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]

@@ -88,8 +88,9 @@ def write_ray(
         EncodeError: A value cannot be stored, or two columns have the same place in the sample. Or columns of `read_ray` lack a
             part of the sample, for example its lists: pass `exact=True` to `read_ray`.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
-        TypeError: An option is unknown, or JSON cannot represent the fingerprint.
-        ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
+        TypeError: An option is unknown, a limit is no number, or JSON cannot represent the fingerprint.
+        ValueError: The folder's name contains `%`, `max_samples` or `max_nbytes` is less than 1, or both `overwrite` and
+            `append` are set.
         FormatError: A shard in the folder is damaged.
         RemoteError: A request to the object store failed.
         Exception: A function of the dataset raised it. Ray adds its own class to errors of tasks.
