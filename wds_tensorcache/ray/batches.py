@@ -1,4 +1,4 @@
-"""Turn rows and batches of Ray into samples and torch tensors, and samples into blocks of Ray."""
+"""Conversions between rows or batches of Ray, and samples or torch tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class _Collate(ArrowBatchCollateFn):  # type: ignore[misc]
 
 
 def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Any]:
-    """Return the columns of a batch as torch tensors, for example in a function of `ds.map_batches`.
+    """Return the columns of a batch as torch tensors.
+
+    Functions of `ds.map_batches` and `ds.iter_torch_batches` get such batches.
 
     Args:
         batch: Batch in any of Ray's formats: numpy, pandas or pyarrow.
@@ -108,7 +110,9 @@ def _torch_column(values: Sequence[Any], types: Sequence[Any]) -> Any:
 
 
 def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
-    """Return tensors as columns of a batch, for functions of `ds.map_batches`; the inverse of `ray_to_torch`.
+    """Return tensors as columns of a batch, the inverse of `ray_to_torch`.
+
+    Functions of `ds.map_batches` return such columns.
 
     Args:
         tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors, None where a sample lacks the tensor. Other
@@ -144,7 +148,7 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
 
 
 def _dtypes_of(value: Any) -> list[torch.dtype | None]:
-    """Return the dtype of each row of a list, or one dtype for all rows of a tensor. Other values have the dtype None."""
+    """Return the dtypes of the rows, or one dtype for all rows; None for other values."""
     rows = value if isinstance(value, list) else [value]
     return [row.dtype if isinstance(row, torch.Tensor) else None for row in rows]
 
@@ -165,7 +169,7 @@ def _carry(value: Any, is_object: bool) -> Any:
 
 
 def ray_table(keys: Sequence[str], samples: Sequence[Any], *, allow: Iterable[type] = ()) -> Any:
-    """Return a block of a dataset, a `pyarrow.Table`, with one exact row for each nested sample.
+    """Return a `pyarrow.Table` with one exact row for each nested sample.
 
     Return the table from a function of `ds.map_batches` to hand samples to `write_ray`. Its rows have the form of the rows of
     `read_ray(…, exact=True)`.

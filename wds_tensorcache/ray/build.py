@@ -42,10 +42,11 @@ def build_ray(
     allow: Iterable[type] = (),
     **options: Any,
 ) -> TensorCache[Any]:
-    """Build a cache on a cluster: run a model over a dataset in batches, in actors that each hold one model.
+    """Build a cache on a cluster: actors run a model over batches.
 
-    After an error or an interruption, or if the driver was killed, call `build_ray` again with the same fingerprint. Samples
-    with keys in finished shards are not computed again. If a worker is killed, Ray runs its batch again in a new worker.
+    Each actor holds one model. After an error or an interruption, or if the driver was killed, call `build_ray` again with the
+    same fingerprint. Samples with keys in finished shards are not computed again. If a worker is killed, Ray runs its batch
+    again in a new worker.
 
     Args:
         ds: A `ray.data.Dataset` of the items.
@@ -127,7 +128,7 @@ def _keys(table: Any, key: str) -> list[str]:
 
 
 def _leave_out(table: Any, digests: Any, key: str) -> Any:
-    """Drop the rows of a block whose key digests are in `digests`, which are sorted."""
+    """Drop the rows whose key digests are in the sorted `digests`."""
     if not table.num_rows:
         return table
     finished = ray.get(digests)  # a view of Ray's memory, which a node has once

@@ -137,7 +137,7 @@ def _find_value_kinds(cache: TensorCache[Any], randomness: Randomness) -> dict[s
 
 
 def _nbytes(cache: TensorCache[Any], alternatives: Alternatives) -> Array:
-    """Return the number of bytes that a task reads for each sample, int64 `[N]`. Alternatives count as their average."""
+    """Return the bytes to read by sample, int64 `[N]`. Alternatives count as their average."""
     nbytes, wanted = np.zeros(len(cache), np.int64), cache._wanted or (lambda name: True)
     for shard, which, rows in by_shard(cache._store, cache._where):
         layouts, numbers = shard.layouts_of(rows)
@@ -233,7 +233,7 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
 
 
 def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield samples from `begin` on in tables of up to about 32 MiB or 4,096 rows; `nbytes` contains their sizes."""
+    """Yield tables of samples from `begin` on; `nbytes` contains their sizes."""
     cache = _cache_of(reference)
     count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
     for first, end in _cut_evenly(nbytes, count):
@@ -286,7 +286,7 @@ def _read_samples(request: Any) -> list[Any]:
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
-    """Return the loaded tensor of sample `i`, or `lazy` itself if this tensor was not loaded."""
+    """Return the loaded tensor of sample `i`, or `lazy` itself."""
     rows = tensors.get(lazy.name)
     row = None if rows is None else rows[i] if isinstance(rows, list) else rows[i, ...]
     return lazy if row is None else row
@@ -331,7 +331,7 @@ def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) ->
 
 
 def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:
-    """Read tensors by name: a batch `[B, …]`, or B tensors with None where a sample lacks the tensor."""
+    """Read tensors by name: a batch `[B, …]`, or B tensors or None."""
     tensors: dict[str, Any] = {}
     request = cache._request_chosen(numbers, plan.randomness)
     regular = tuple(name for name in names if not isinstance(plan.schema[name].dtype, tuple))
