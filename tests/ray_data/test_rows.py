@@ -112,10 +112,15 @@ def test_dtypes_of_new_columns_are_recorded(dtype: torch.dtype) -> None:
     tensor, batch = bits.view(dtype).view(2, 2), {"id": np.arange(2)}
     with pytest.raises(ValueError, match="pass the batch"):
         tc.ray.ray_from_torch({"x": tensor})
-    columns = tc.ray.ray_from_torch({"x": tensor, "rows": [None, tensor[1]], "text": tensor}, batch)
+    tensors = {"x": tensor, "rows": [None, tensor[1]], "number": tensor[0], "numbers": [tensor[0, 0], tensor[1]]}
+    columns = tc.ray.ray_from_torch({**tensors, "mixed": [tensor[0], torch.ones(2)], "text": tensor}, batch)
     columns |= tc.ray.ray_from_torch({"text": ["a", "b"]}, columns)
-    result = tc.ray.ray_to_torch({**batch, **columns})
-    assert_same({"id": torch.arange(2), "x": tensor, "rows": [None, tensor[1]], "text": ["a", "b"]}, result)
+    table = BlockAccessor.batch_to_block({**batch, **columns})
+    for result in (tc.ray.ray_to_torch({**batch, **columns}), tc.ray.ray_to_torch(table)):
+        assert_same(
+            in_order({"id": torch.arange(2), **tensors, "mixed": [tensor[0], torch.ones(2)], "text": ["a", "b"]}),
+            in_order(result),
+        )
     assert tc.ray.ray_from_torch({"x": torch.ones(2)}).keys() == {"x"}
 
 

@@ -184,17 +184,39 @@ def test_texts_and_bytes_in_one_column(tmp_path: Path) -> None:
         assert [cache[f"{i}"]["value"] for i in range(len(cache))] == values
 
 
-def test_dtypes_that_ray_makes_one(tmp_path: Path) -> None:
-    """Bits of bfloat16 beside float32 became float32 numbers: 1.5 was 16320."""
-    samples = {"0": {"x": torch.full((2,), 1.5)}, "1": {"x": torch.full((2,), 1.5).bfloat16()}}
+def test_dtypes_that_differ_between_samples(tmp_path: Path) -> None:
+    """Bits of bfloat16 beside float16 became float32 numbers, 1.5 was 16320. A later filter left only rows that were wrong."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float8_e5m2)
+    samples = {
+        f"{i}": {"x": torch.full((2,), 1.5 + i).to(dtypes[i % 3]), "n": torch.tensor(1.5).to(dtypes[i % 3])}
+        for i in range(6)
+    }
     rows = tc.ray.read_ray(write_samples(tmp_path / "in.tar", samples), override_num_blocks=1)
-    for mixed in (rows.map(lambda row: row), rows.map_batches(lambda batch: batch)):
-        with pytest.raises(
-            tc.EncodeError, match=r"'x' has tensors of torch.float32 and torch.bfloat16, which are float32 now"
-        ):
-            tc.ray.write_ray(mixed, tmp_path / "mixed")
-    cache = tc.ray.write_ray(rows.map_batches(lambda batch: batch, batch_format="pyarrow"), tmp_path / "out")
-    assert_same(samples, {key: tc.realize(cache[key]) for key in samples})
+    for name, same in (
+        ("rows", rows.map(lambda row: row)),
+        ("numpy", rows.map_batches(lambda batch: batch, batch_format="numpy").map(lambda row: row)),
+        ("pandas", rows.map_batches(lambda batch: batch, batch_format="pandas")),
+    ):
+        kept = same.filter(expr=(col("__key__") == "0") | (col("__key__") == "3")).materialize()
+        cache = tc.ray.write_ray(kept, tmp_path / name)
+        assert_same({key: samples[key] for key in ("0", "3")}, {key: tc.realize(cache[key]) for key in ("0", "3")})
+        for row in kept.take_all():
+            assert_same(in_order(samples[row["__key__"]]), in_order(tc.ray.ray_sample(row)))
+        assert_same(torch.tensor([1.5, 1.5]).bfloat16(), tc.ray.ray_to_torch(kept.take_batch())["n"])
+    changed = rows.map(lambda row: {**row, "x": tc.ray.ray_sample(row)["x"].half().numpy()})
+    cache = tc.ray.write_ray(changed, tmp_path / "changed")
+    for key in samples:
+        assert_same(samples[key]["x"].half(), cache[key]["x"].load())
+
+
+@pytest.mark.parametrize("number", [1, 1.0])
+def test_numbers_in_place_of_tensors(tmp_path: Path, number: float) -> None:
+    """1 became 1e-40, because the numbers of a column of bfloat16 without dimensions were bits."""
+    samples = {f"{i}": {"x": torch.tensor(1.5).bfloat16(), "y": torch.tensor(1.5).half()} for i in range(2)}
+    rows = tc.ray.read_ray(write_samples(tmp_path / "in.tar", samples), override_num_blocks=1)
+    rows = rows.map(lambda row: {**row, "x": number} if row["__key__"] == "0" else row)
+    cache = tc.ray.write_ray(rows, tmp_path / "out")
+    assert_same(samples | {"0": samples["0"] | {"x": number}}, {key: tc.realize(cache[key]) for key in samples})
 
 
 def test_times_that_python_cannot_hold(tmp_path: Path) -> None:
@@ -315,6 +337,10 @@ def test_what_is_in_the_folder(every_kind_cache: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "100%").exists()
     with pytest.raises(TypeError, match="max_sample"):
         tc.ray.write_ray(first, out, overwrite=True, max_sample=3)
+    for limit in ("max_samples", "max_nbytes"):
+        with pytest.raises(ValueError, match=f"^{limit}=0, expected at least 1$"):
+            tc.ray.write_ray(first, tmp_path / "limits", **{limit: 0})  # type: ignore[arg-type]
+    assert not (tmp_path / "limits").exists()
 
 
 def test_several_writes_at_once(every_kind_cache: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ray Data, as `tc.ray`: read caches as datasets, write datasets as caches, and build caches with actors on a cluster.
+"""Ray Data, as `tc.ray`: caches as datasets, and datasets as caches.
 
 Without Ray, `tc.ray` raises ImportError.
 """

@@ -1,4 +1,4 @@
-"""Turn rows and batches of Ray into samples and torch tensors, and samples into blocks of Ray."""
+"""Conversions between rows or batches of Ray, and samples or torch tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pyarrow as pa
 import torch
 from ray.data.collate_fn import ArrowBatchCollateFn
 
-from wds_tensorcache.codec.carriers import arrow_carrier
-from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import rebuild
+from wds_tensorcache.ray.columns import carry, is_in_arrow
 from wds_tensorcache.ray.rows import KEY, MARK, Mark, as_tensor, exact_columns, sample_of, split_batch
 from wds_tensorcache.shards.names import NamedKey
 
@@ -69,7 +68,9 @@ class _Collate(ArrowBatchCollateFn):  # type: ignore[misc]
 
 
 def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Any]:
-    """Return the columns of a batch as torch tensors, for example in a function of `ds.map_batches`.
+    """Return the columns of a batch as torch tensors.
+
+    Functions of `ds.map_batches` and `ds.iter_torch_batches` get such batches.
 
     Args:
         batch: Batch in any of Ray's formats: numpy, pandas or pyarrow.
@@ -83,8 +84,7 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.
-        EncodeError: An int has lost bits because other rows lack the value, or a time is more precise than microseconds. Or Ray
-            has made one dtype of tensors of several dtypes.
+        EncodeError: An int has lost bits because other rows lack the value, or a time is more precise than microseconds.
         TypeError: `batch` has another format.
 
     Memory: tensors are newly allocated, on the CPU.
@@ -110,7 +110,9 @@ def _torch_column(values: Sequence[Any], types: Sequence[Any]) -> Any:
 
 
 def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, Any]:
-    """Return tensors as columns of a batch, for functions of `ds.map_batches`; the inverse of `ray_to_torch`.
+    """Return tensors as columns of a batch, the inverse of `ray_to_torch`.
+
+    Functions of `ds.map_batches` return such columns.
 
     Args:
         tensors: By column: a tensor `[B, …]` of any dtype, or a list of B tensors, None where a sample lacks the tensor. Other
@@ -119,8 +121,9 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
             floats and complex numbers.
 
     Returns:
-        By column: a numpy array `[B, …]`, or a list of B arrays. bfloat16 is uint16 with the same bits, and all other dtypes
-        are as in the columns of `read_ray`. With `batch`, also the column `__tensorcache__`, which records the dtypes.
+        By column: a numpy array `[B, …]`, or a list of B arrays. Dtypes are as in the columns of `read_ray`: bfloat16 is uint16
+            with the same bits, and `numpy.void` in tensors `[B]` or if the rows differ in dtype. With `batch`, also the
+            column `__tensorcache__`, which records the dtypes.
 
     Raises:
         ValueError: The format cannot store a dtype, or Arrow lacks a dtype and `batch` is None.
@@ -138,28 +141,35 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
             texts.append(replace(mark or Mark(), columns=unchanged | own).encode())
         return {**columns, MARK: texts}
     for name, dtype in ((name, dtype) for name, rows in dtypes.items() for dtype in rows if dtype is not None):
-        if arrow_carrier(dtype).dtype.name != dtype_name(dtype):
+        if not is_in_arrow(dtype):
             problem = f"column {name!r} is {dtype}, which Arrow lacks"
             raise ValueError(f"{problem}; pass the batch, ray_from_torch(tensors, batch), which records the dtype")
     return columns
 
 
 def _dtypes_of(value: Any) -> list[torch.dtype | None]:
-    """Return the dtype of each row of a list, or one dtype for all rows of a tensor. Other values have the dtype None."""
+    """Return the dtypes of the rows, or one dtype for all rows; None for other values."""
     rows = value if isinstance(value, list) else [value]
     return [row.dtype if isinstance(row, torch.Tensor) else None for row in rows]
 
 
 def _as_column(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.ndim == 1 and not is_in_arrow(value.dtype):
+        value = list(value)  # Hazard: Ray makes bytes of an array of void.
+    rows = [row for row in value if isinstance(row, torch.Tensor)] if isinstance(value, list) else []
+    return _carry(value, len({row.dtype for row in rows}) > 1 or not all(row.ndim for row in rows))
+
+
+def _carry(value: Any, is_object: bool) -> Any:
     if isinstance(value, list):
-        return list(map(_as_column, value))
+        return [_carry(row, is_object) for row in value]
     if not isinstance(value, torch.Tensor):
         return value
-    return arrow_carrier(value.dtype).carry(value.detach().cpu().resolve_conj().resolve_neg())
+    return carry(value.detach().cpu().resolve_conj().resolve_neg(), is_object)
 
 
 def ray_table(keys: Sequence[str], samples: Sequence[Any], *, allow: Iterable[type] = ()) -> Any:
-    """Return a block of a dataset, a `pyarrow.Table`, with one exact row for each nested sample.
+    """Return a `pyarrow.Table` with one exact row for each nested sample.
 
     Return the table from a function of `ds.map_batches` to hand samples to `write_ray`. Its rows have the form of the rows of
     `read_ray(…, exact=True)`.

@@ -42,10 +42,11 @@ def build_ray(
     allow: Iterable[type] = (),
     **options: Any,
 ) -> TensorCache[Any]:
-    """Build a cache on a cluster: run a model over a dataset in batches, in actors that each hold one model.
+    """Build a cache on a cluster: actors run a model over batches.
 
-    After an error or an interruption, or if the driver was killed, call `build_ray` again with the same fingerprint. Samples
-    with keys in finished shards are not computed again. If a worker is killed, Ray runs its batch again in a new worker.
+    Each actor holds one model. After an error or an interruption, or if the driver was killed, call `build_ray` again with the
+    same fingerprint. Samples with keys in finished shards are not computed again. If a worker is killed, Ray runs its batch
+    again in a new worker.
 
     Args:
         ds: A `ray.data.Dataset` of the items.
@@ -77,8 +78,9 @@ def build_ray(
         InvalidKeyError: Two items have the same key, a key is neither text nor an integer, or some reader would misread it.
         KeyError: There is no column `key`.
         EncodeError: The model returned a value that cannot be stored.
-        ValueError: The model returned fewer or more samples than rows, or the folder's name contains `%`.
-        TypeError: An option is unknown, or JSON cannot represent the fingerprint.
+        ValueError: The model returned fewer or more samples than rows, the folder's name contains `%`, or `max_samples` or
+            `max_nbytes` is less than 1.
+        TypeError: An option is unknown, a limit is no number, or JSON cannot represent the fingerprint.
         FormatError: A finished shard is damaged.
         RemoteError: A request to the object store failed.
         Exception: The model raised it. A note names the folder; samples in finished shards are kept.
@@ -126,7 +128,7 @@ def _keys(table: Any, key: str) -> list[str]:
 
 
 def _leave_out(table: Any, digests: Any, key: str) -> Any:
-    """Drop the rows of a block whose key digests are in `digests`, which are sorted."""
+    """Drop the rows whose key digests are in the sorted `digests`."""
     if not table.num_rows:
         return table
     finished = ray.get(digests)  # a view of Ray's memory, which a node has once

@@ -1,4 +1,4 @@
-"""Convert values to the Arrow columns of Ray's blocks, and convert Ray's batches of any format back to values."""
+"""Conversions between values and the columns of Ray's blocks and batches."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ray.data.extensions import (
 )
 
 from wds_tensorcache.codec.carriers import arrow_carrier
+from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.errors import EncodeError
 from wds_tensorcache.reading.schema import TensorSchema
 
@@ -28,8 +29,21 @@ _INT64 = range(-(1 << 63), 1 << 63)
 _SURROGATE = re.compile("[\ud800-\udfff]")  # UTF-8 cannot encode them
 
 
+def is_in_arrow(dtype: Any) -> bool:
+    return dtype_name(dtype) == str(arrow_carrier(dtype).dtype)
+
+
+def carry(value: Any, is_object: bool) -> Any:
+    """View a tensor as its carrier. In a column of Python objects, bits are void of the tensor's shape."""
+    array = arrow_carrier(value.dtype).carry(value)
+    # Hazard: Ray makes one dtype of the numbers in a column, also of those that are bits. It leaves void as it is.
+    if not is_object or is_in_arrow(value.dtype):
+        return array
+    return np.ascontiguousarray(array).reshape(-1).view(f"V{value.dtype.itemsize}").reshape(value.shape)
+
+
 def tensor_column(arrays: Any, kind: Kind, tensor: TensorSchema) -> Any:
-    """Return the column of an array `[B, …]`, or of B arrays with None where a sample lacks the tensor."""
+    """Return the column of an array `[B, …]`, or of B arrays or None."""
     if kind == "fixed":
         return ArrowTensorArray.from_numpy(arrays if isinstance(arrays, np.ndarray) else np.stack(arrays))
     if kind == "object":
@@ -55,7 +69,10 @@ def object_column(values: Sequence[Any]) -> Any:
 
 
 def value_kind(values: Iterable[Any]) -> str:
-    """Return the common type of all values but None: a name in `PLAIN`, or `"object"`; return "" if all values are None."""
+    """Return the common type of all values but None.
+
+    It is a name in `PLAIN`, or `"object"`; "" if all values are None.
+    """
     kinds = set()
     for value in values:
         if value is not None:
@@ -66,7 +83,10 @@ def value_kind(values: Iterable[Any]) -> str:
 
 
 def value_column(values: Sequence[Any], declared: str) -> Any:
-    """Return a column of small values; `declared` is the column's kind in other blocks, or "" if it is unknown."""
+    """Return a column of small values.
+
+    `declared` is the column's kind in other blocks, or "" if it is unknown.
+    """
     kind = value_kind(values) or declared
     if "object" in (kind, declared):
         return object_column(values)
@@ -74,10 +94,10 @@ def value_column(values: Sequence[Any], declared: str) -> Any:
 
 
 def values_by_column(batch: Any) -> dict[str, Any]:
-    """Return each column of a table, data frame, or dict as an array `[B, …]` or a list.
+    """Return the columns of a batch as arrays `[B, …]` or lists.
 
     Raises:
-        TypeError: The batch has another format.
+        TypeError: The batch is no table, data frame or dict.
         EncodeError: Two columns have the same name.
     """
     if isinstance(batch, pa.Table):
@@ -101,7 +121,7 @@ def _values(column: Any) -> Any:
 
 
 def _unwrap(value: Any) -> Any:
-    """Return a value of pandas or Ray without its wrapper: the array of a tensor element, None for NA."""
+    """Return the array of a tensor element, or None for NA."""
     if type(value).__name__ == "TensorArrayElement":
         return value.to_numpy()
     return None if type(value).__name__ in ("NAType", "NaTType") else value

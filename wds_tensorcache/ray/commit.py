@@ -1,4 +1,6 @@
-"""The driver's part of a write: prepare the folder, list the finished shards in the manifest, and delete unlisted shards.
+"""The driver's part of a write, before and after its tasks.
+
+The driver prepares the folder, lists the finished shards in the manifest, and deletes unlisted shards.
 
 While a write runs, its folder contains a marker file. In a local folder, the driver locks this file during the write.
 Without locks, as in an object store, a write counts as running until its marker is deleted. The shards of a write are named
@@ -29,6 +31,7 @@ from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import Flock, is_held
 from wds_tensorcache.storage.urls import shown
 from wds_tensorcache.writing.resume import load_finished
+from wds_tensorcache.writing.writer import check_limits
 
 Shards = dict[str, tuple[ShardEntry, ShardIndex]]  # by name
 Mode = Literal["create", "append", "overwrite", "build"]
@@ -70,7 +73,7 @@ def check_running(job: WriteJob) -> None:
 
 
 def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
-    """Return, for the id of each other write with a marker, whether that write may still be running."""
+    """Return whether other writes with a marker may be running, by id."""
     ids = {match[1]: name for name in folder.names() if (match := _MARKER.fullmatch(name)) and match[1] != job.id}
     return {write: folder.is_remote or is_held(folder.locate(name)) for write, name in ids.items()}
 
@@ -98,7 +101,9 @@ def delete_shards(folder: Folder, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> Iterator[WriteJob]:
-    """Prepare a folder for a write, or raise FileExistsError. At the end, remove the write's shards that are not listed."""
+    """Prepare a folder for a write, or raise FileExistsError. At the end, remove the write's unlisted shards."""
+    # a task would raise it only when it makes its first shard
+    check_limits(options["max_samples"], options.get("max_nbytes", 1))
     folder = folder_of(path)
     folder.make()
     numbers = [int(match[2]) for match in map(_PART.fullmatch, folder.names()) if match]
@@ -124,7 +129,7 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
 
 
 def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """Check that a write may begin, add unlisted shards that stay to the manifest, and remove markers of killed writes."""
+    """Check that a write may begin, and bring the manifest up to date."""
     writes, names, mode = _other_writes(folder, job), folder.names(), job.mode
     shards = shard_names(names)
     in_progress = [write for write in writes if writes[write] or mode == "create"]
@@ -194,7 +199,7 @@ def shard_keys(shards: Shards) -> Iterator[str]:
 
 
 def _end(folder: Folder, job: WriteJob) -> None:
-    """Remove the marker, unlisted shards of this write or of killed writes, and the manifest of a folder without shards."""
+    """Remove the marker, unlisted shards, and the manifest of an empty folder."""
     # first the marker, so that a late task finds that the write has ended
     folder.delete([_marker(job.id)])
     if job.mode == "build":
@@ -215,7 +220,7 @@ def _end(folder: Folder, job: WriteJob) -> None:
 
 
 def _adopt(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """List the finished shards of killed and failed builds, except shards that repeat a key; check all fingerprints."""
+    """List finished shards of killed and failed builds; check all fingerprints."""
     unlisted = [name for name in shard_names(folder.names()) if name not in manifest.entries]
     shards = _load_shards(folder, (*manifest.entries, *unlisted))
     for name, (_, index) in shards.items():

@@ -19,11 +19,10 @@ from ray.data.datasource import ReadTask
 from ray.data.extensions import ArrowPythonObjectType
 
 from wds_tensorcache.arguments import check_options
-from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.codec.lazy import Lazy
 from wds_tensorcache.codec.tree import flatten, rebuild
 from wds_tensorcache.errors import BatchError, EncodeError, unknown_name
-from wds_tensorcache.ray.columns import Kind, tensor_column, value_column, value_kind
+from wds_tensorcache.ray.columns import Kind, carry, is_in_arrow, tensor_column, value_column, value_kind
 from wds_tensorcache.ray.rows import KEY, MARK, MEMBER, RESERVED, Mark, describe_sample, exact_columns
 from wds_tensorcache.reading.cache import Cache, TensorCache
 from wds_tensorcache.reading.choose import Alternatives, Choose, Randomness
@@ -63,7 +62,8 @@ def read_ray(
     null, and an empty array in batches of numpy and pandas. bfloat16 is uint16 and an 8-bit float is uint8, bit for bit.
     Complex numbers get a last dimension of 2, and texts get a last dimension of bytes or code points. Small values are columns
     of text, bools, 64-bit ints, floats or bytes. Other values are Python objects, and so are tensors whose dtype or number of
-    dimensions differs between samples, and 0-d tensors that some samples lack.
+    dimensions differs between samples, and 0-d tensors that some samples lack or whose dtype Arrow lacks. As Python objects,
+    bfloat16 and other dtypes that Arrow lacks are `numpy.void` with the same bits.
 
     With `exact=True`, a row has the whole sample in two columns of bytes in place of the columns of tensors and values.
     `ray_sample(row)` returns the nested sample, and `write_ray` writes it, bit for bit.
@@ -137,7 +137,7 @@ def _find_value_kinds(cache: TensorCache[Any], randomness: Randomness) -> dict[s
 
 
 def _nbytes(cache: TensorCache[Any], alternatives: Alternatives) -> Array:
-    """Return the number of bytes that a task reads for each sample, int64 `[N]`. Alternatives count as their average."""
+    """Return the bytes to read by sample, int64 `[N]`. Alternatives count as their average."""
     nbytes, wanted = np.zeros(len(cache), np.int64), cache._wanted or (lambda name: True)
     for shard, which, rows in by_shard(cache._store, cache._where):
         layouts, numbers = shard.layouts_of(rows)
@@ -180,8 +180,10 @@ class Plan:
         tensor = self.schema[name]
         if tensor.shape is None or isinstance(tensor.dtype, tuple):
             return "object"
+        if not tensor.shape and (tensor.num_samples < self.count or not is_in_arrow(tensor.dtype)):
+            return "object"
         if tensor.num_samples < self.count:
-            return "optional" if tensor.shape else "object"
+            return "optional"
         return "ragged" if any(isinstance(size, tuple) for size in tensor.shape) else "fixed"
 
 
@@ -231,7 +233,7 @@ def _cut_evenly(nbytes: Array, count: int) -> list[tuple[int, int]]:
 
 
 def _read(reference: Any, begin: int, nbytes: Array, plan: Plan, columns: Sequence[str] | None) -> Iterator[Any]:
-    """Yield samples from `begin` on in tables of up to about 32 MiB or 4,096 rows; `nbytes` contains their sizes."""
+    """Yield tables of samples from `begin` on; `nbytes` contains their sizes."""
     cache = _cache_of(reference)
     count = 1 + max(int(nbytes.sum()) // _BLOCK_NBYTES, len(nbytes) // _MAX_ROWS)
     for first, end in _cut_evenly(nbytes, count):
@@ -284,7 +286,7 @@ def _read_samples(request: Any) -> list[Any]:
 
 
 def _tensor_of(tensors: Mapping[str, Any], i: int, lazy: Any) -> Any:
-    """Return the loaded tensor of sample `i`, or `lazy` itself if this tensor was not loaded."""
+    """Return the loaded tensor of sample `i`, or `lazy` itself."""
     rows = tensors.get(lazy.name)
     row = None if rows is None else rows[i] if isinstance(rows, list) else rows[i, ...]
     return lazy if row is None else row
@@ -296,13 +298,13 @@ def _tensor_columns(cache: Cache[Any], numbers: Array, plan: Plan, columns: Sequ
     for name, tensors in _read_tensors(cache, numbers, names, plan).items():
         if name in RESERVED:
             raise EncodeError(f"a tensor is called {name!r}, the name of another column; read it with exact=True")
-        arrays = list(map(_carry, tensors)) if isinstance(tensors, list) else _carry(tensors)
-        table[name] = tensor_column(arrays, plan.kind(name), plan.schema[name])
+        kind = plan.kind(name)
+        if isinstance(tensors, list):
+            arrays: Any = [None if tensor is None else carry(tensor, kind == "object") for tensor in tensors]
+        else:
+            arrays = carry(tensors, kind == "object")
+        table[name] = tensor_column(arrays, kind, plan.schema[name])
     return table
-
-
-def _carry(value: Any) -> Array | None:
-    return None if value is None else arrow_carrier(value.dtype).carry(value)
 
 
 def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) -> dict[str, Any]:
@@ -329,7 +331,7 @@ def _value_columns(samples: Sequence[Any], marks: Sequence[Mark], plan: Plan) ->
 
 
 def _read_tensors(cache: Cache[Any], numbers: Array, names: Sequence[str], plan: Plan) -> dict[str, Any]:
-    """Read tensors by name: a batch `[B, …]`, or B tensors with None where a sample lacks the tensor."""
+    """Read tensors by name: a batch `[B, …]`, or B tensors or None."""
     tensors: dict[str, Any] = {}
     request = cache._request_chosen(numbers, plan.randomness)
     regular = tuple(name for name in names if not isinstance(plan.schema[name].dtype, tuple))

@@ -25,7 +25,7 @@ from wds_tensorcache.codec.reference import component, join_path
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
 from wds_tensorcache.codec.tree import flatten, map_leaves, walk
 from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError, StaleCacheError, TensorCacheError
-from wds_tensorcache.ray.columns import PLAIN, value_kind, values_by_column
+from wds_tensorcache.ray.columns import PLAIN, is_in_arrow, value_kind, values_by_column
 from wds_tensorcache.reading.structure import value_at
 from wds_tensorcache.shards.names import hashed_key
 
@@ -73,7 +73,7 @@ def _parse_type(text: str | None) -> Any:
 
 @lru_cache(maxsize=256)
 def parse_mark(text: str) -> Mark:
-    """Parse a value of the column `__tensorcache__`; raise FormatError if it is not the text of a mark."""
+    """Parse the text of a mark; raise FormatError if it is none."""
     try:
         columns, is_whole, is_described, original = json.loads(text)
         types = {name: _parse_type(kind) for name, kind in columns.items()}
@@ -83,7 +83,7 @@ def parse_mark(text: str) -> Mark:
 
 
 def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
-    """Return the values of a batch by column, and the mark of each row; None for a row without a mark."""
+    """Return the values of a batch by column, and the rows' marks."""
     columns = values_by_column(batch)
     marks: list[Mark | None] = [None] * len(next(iter(columns.values()), ()))
     # Ray's `join` and `zip` add suffixes to the names of columns that both datasets have, also to the column of marks
@@ -97,7 +97,7 @@ def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
 
 
 def _merge(first: Mark, mark: Mark, suffix: str, columns: Container[str]) -> Mark:
-    """Return the mark of a row of two joined datasets; `suffix` follows the names that both have, in the columns of `mark`."""
+    """Return the mark of a joined row; shared columns of `mark` end in `suffix`."""
     kinds = {
         name + suffix if name + suffix in columns and name + suffix not in mark.columns else name: kind
         for name, kind in mark.columns.items()
@@ -107,24 +107,10 @@ def _merge(first: Mark, mark: Mark, suffix: str, columns: Container[str]) -> Mar
 
 
 def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | None]) -> Sequence[Any]:
-    """Undo the changes that numpy, pandas and Arrow make to a column with nulls, or with texts and bytes.
-
-    Raises:
-        EncodeError: An int has lost bits, or tensors of several dtypes have become tensors of one dtype.
-    """
+    """Undo the changes that numpy, pandas and Arrow make to a column. Raise EncodeError if an int has lost bits."""
     # in a union of datasets, rows of one of them may lack a column of the other
     default = None if any(mark is not None and name in mark.columns for mark in marks) else ""
     kinds = ["" if mark is None else mark.columns.get(name, default) for mark in marks]
-    dtypes = dict.fromkeys(kind for kind in kinds if isinstance(kind, (torch.dtype, np.dtype)))
-    for value, kind in zip(values, kinds, strict=True) if len(dtypes) > 1 else ():
-        if kind not in dtypes or not isinstance(value, np.ndarray) or not value.ndim or arrow_carrier(kind).fits(value):
-            continue
-        carrier = arrow_carrier(kind).dtype
-        if dtype_name(kind) != carrier.name or not np.can_cast(carrier, value.dtype):  # bits, or numbers that lose bits
-            listed = " and ".join(map(str, dtypes))
-            problem = f"column {name!r} has tensors of {listed}, which are {value.dtype} now"
-            remedy = "use read_ray(…, exact=True) or batch_format='pyarrow', or return it by ray_from_torch(…, batch)"
-            raise EncodeError(f"{problem}; {remedy}")
     may_be_float = not isinstance(values, np.ndarray) or values.dtype.kind == "f"
     if not {None, "str", "bytes"} & set(kinds) and not (may_be_float and "int" in kinds):
         return values
@@ -150,14 +136,14 @@ def _undo_conversions(name: str, values: Sequence[Any], marks: Sequence[Mark | N
 
 
 def _may_be_null(value: Any) -> bool:
-    """Return whether a value may stand for a null in a batch of numpy or pandas."""
+    """Return whether a value of numpy or pandas may be a null."""
     if isinstance(value, np.ndarray):
         return value.ndim > 0 and not value.size
     return value is None or (isinstance(value, (float, np.floating)) and bool(value != value))
 
 
 def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return lazy tensors by column, small values by column, and whether these are the whole sample."""
+    """Return tensors and values by column, and whether these are the whole sample."""
     tensors, values = flatten(sample), dict[str, Any]()
 
     def note(path: tuple[Any, ...]) -> None:
@@ -176,7 +162,7 @@ def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
 
 
 def _is_nested(value: Any, seen: set[int]) -> bool:
-    """Return whether a value consists of dicts, tensors and small values, with no dict or tensor in two places."""
+    """Return whether a value has only dicts, tensors and small values, each once."""
     if type(value) is not dict and not isinstance(value, Lazy):
         return value_kind([value]) in PLAIN
     # an empty dict inside the sample has no column
@@ -189,7 +175,9 @@ def _is_nested(value: Any, seen: set[int]) -> bool:
 
 
 def as_tensor(value: Any, dtype: Any = None) -> Any:
-    """Return a value of a column as a tensor or array of `dtype`. Without a dtype, only arrays of numbers become tensors.
+    """Return a column's value as a tensor or array of `dtype`.
+
+    Without a dtype, only arrays of numbers become tensors.
 
     Hazard: the result may alias read-only memory of Ray; never write into it.
     """
@@ -199,7 +187,9 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
         carrier = arrow_carrier(dtype)
         # Ray makes lists of the tensors of a batch of numpy if one of its rows is None
         array = np.asarray(value, carrier.dtype if isinstance(value, list) else None)
-        if not array.ndim and array.dtype != carrier.dtype and array.dtype.kind in "biuf":
+        if array.dtype == f"V{dtype.itemsize}":
+            array = array.reshape(-1).view(carrier.dtype).reshape(array.shape + carrier.inner)
+        if not array.ndim and array.dtype.kind in "biuf" and is_in_arrow(dtype):
             # Arrow and pandas widen the numbers of tensors without dimensions
             with np.errstate(all="ignore"):
                 narrow = array.astype(carrier.dtype)
@@ -224,7 +214,11 @@ def as_tensor(value: Any, dtype: Any = None) -> Any:
 
 
 def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] = ()) -> Any:
-    """Return the nested sample of a row; raise EncodeError if its columns lack a part of the sample, or have no place in it."""
+    """Return the nested sample of a row.
+
+    Raises:
+        EncodeError: The columns lack a part of the sample, or have no place in it.
+    """
     sample: Any = {}
     members: tuple[Any, Any] = row.get(SKELETON), row.get(TENSORS)
     if members != (None, None):

@@ -86,11 +86,11 @@ def write_ray(
             integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.
         EncodeError: A value cannot be stored, or two columns have the same place in the sample. Or columns of `read_ray` lack a
-            part of the sample, for example its lists, or Ray has made one dtype of tensors of several dtypes: pass `exact=True`
-            to `read_ray`.
+            part of the sample, for example its lists: pass `exact=True` to `read_ray`.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
-        TypeError: An option is unknown, or JSON cannot represent the fingerprint.
-        ValueError: The folder's name contains `%`, or both `overwrite` and `append` are set.
+        TypeError: An option is unknown, a limit is no number, or JSON cannot represent the fingerprint.
+        ValueError: The folder's name contains `%`, `max_samples` or `max_nbytes` is less than 1, or both `overwrite` and
+            `append` are set.
         FormatError: A shard in the folder is damaged.
         RemoteError: A request to the object store failed.
         Exception: A function of the dataset raised it. Ray adds its own class to errors of tasks.
@@ -120,7 +120,7 @@ def write_ray(
 
 
 def resolve_folder(out: str | os.PathLike[str]) -> str:
-    """Return the path or url of a folder; raise ValueError if it cannot contain shards."""
+    """Return a folder's path or url; raise ValueError for a bad name."""
     path = os.fsdecode(out)
     path = (path.rstrip("/") or path) if is_url(path) else os.path.abspath(path)
     ShardPattern(f"{path}/%06d.tar")
@@ -128,7 +128,7 @@ def resolve_folder(out: str | os.PathLike[str]) -> str:
 
 
 def open_output(path: str, fingerprint: Mapping[str, Any] | None, allow: Iterable[type]) -> TensorCache[Any]:
-    """Open the cache in a folder; it is empty if the folder has no shards."""
+    """Open the cache in a folder, also without shards."""
     if not Manifest.of(folder_of(path)).entries:
         return TensorCache(Store([], Files(), Pool(0), 1, fingerprint or {}))
     return open(path, allow=allow)
@@ -146,7 +146,7 @@ class TensorCacheDatasink(Datasink[list[str]]):  # type: ignore[misc]
         return self._min_samples
 
     def write(self, blocks: Iterable[Any], ctx: Any) -> list[str]:
-        """Write blocks into new unlisted shards, and return their names; raise RuntimeError if the write has ended."""
+        """Write blocks into unlisted shards, and return their names. Raise RuntimeError if the write has ended."""
         job = self._job
         check_running(job)
         # Two attempts of one task may run at the same time, when a node is slow or cut off. Random digits separate their names.

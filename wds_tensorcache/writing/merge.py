@@ -23,7 +23,7 @@ from wds_tensorcache.writing.copy_shards import CopyReport, NewShard, OldShard, 
 from wds_tensorcache.writing.new_folder import check_new
 from wds_tensorcache.writing.pattern import DEFAULT_NAME
 from wds_tensorcache.writing.resume import load_finished
-from wds_tensorcache.writing.writer import MAX_SAMPLES
+from wds_tensorcache.writing.writer import MAX_SAMPLES, check_limits
 
 _NUM_SHOWN = 3  # repeated keys in an error
 
@@ -96,8 +96,7 @@ def merge(
     """
     if isinstance(sources, (str, os.PathLike)):
         raise TypeError(f"sources={os.fspath(sources)!r:.100}, expected a list of caches")
-    if max_samples < 1 or max_nbytes < 1:
-        raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
+    check_limits(max_samples, max_nbytes)
     prefixes = list(prefixes) or [""] * len(sources)
     if not sources or len(prefixes) != len(sources):
         raise ValueError(f"{len(sources)} caches and {len(prefixes)} prefixes, expected one prefix for each cache")

@@ -60,6 +60,16 @@ _NOTHING: Any = object()
 _ZEROS = bytes(BLOCK)
 
 
+def check_limits(max_samples: Any, max_nbytes: Any) -> None:
+    """Check the limits of shards; raise TypeError or ValueError."""
+    limits: dict[str, Any] = {"max_samples": max_samples, "max_nbytes": max_nbytes}
+    for name, value in limits.items():
+        if not isinstance(value, Real):  # infinity is allowed
+            raise TypeError(f"{name}={value!r:.100}, expected a number")
+        if not float(value) >= 1:
+            raise ValueError(f"{name}={value}, expected at least 1")
+
+
 @dataclasses.dataclass(slots=True)
 class PackedSample:
     """The members of a sample with their tar headers. The bytes do not depend on the position in the shard."""
@@ -187,11 +197,7 @@ class ShardWriter:
         self._pattern = ShardPattern(os.fsdecode(pattern))
         if overwrite and resume:
             raise ValueError("overwrite=True deletes the shards that resume=True would continue; pass only one of them")
-        for name, value in (("max_samples", max_samples), ("max_nbytes", max_nbytes)):
-            if not isinstance(value, Real):  # infinity is allowed
-                raise TypeError(f"{name}={value!r:.100}, expected a number")
-        if not (max_samples >= 1 and max_nbytes >= 1):
-            raise ValueError(f"max_samples={max_samples}, max_nbytes={max_nbytes}: both expected at least 1")
+        check_limits(max_samples, max_nbytes)
         is_numbered = self._pattern.is_numbered
         self._max_samples: float = max_samples if is_numbered else inf  # a single shard is never full
         self._max_nbytes: float = max_nbytes if is_numbered else inf
