@@ -148,7 +148,7 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
 
 
 def _dtypes_of(value: Any) -> list[torch.dtype | None]:
-    """Return the dtypes of the rows, or one dtype for all rows; None for other values."""
+    """Return the dtypes of a list's rows, or a tensor's dtype. Other values have the dtype None."""
     rows = value if isinstance(value, list) else [value]
     return [row.dtype if isinstance(row, torch.Tensor) else None for row in rows]
 

@@ -43,7 +43,7 @@ def carry(value: Any, is_object: bool) -> Any:
 
 
 def tensor_column(arrays: Any, kind: Kind, tensor: TensorSchema) -> Any:
-    """Return the column of an array `[B, …]`, or of B arrays or None."""
+    """Return the column of an array `[B, …]` or a list. A list has B arrays, or None for lacking tensors."""
     if kind == "fixed":
         return ArrowTensorArray.from_numpy(arrays if isinstance(arrays, np.ndarray) else np.stack(arrays))
     if kind == "object":

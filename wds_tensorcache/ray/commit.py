@@ -129,7 +129,7 @@ def start_write(path: str, mode: Mode, key: str, options: Mapping[str, Any]) -> 
 
 
 def _prepare(folder: Folder, job: WriteJob, manifest: Manifest) -> None:
-    """Check that a write may begin, and bring the manifest up to date."""
+    """Check that a write may begin, and update the manifest."""
     writes, names, mode = _other_writes(folder, job), folder.names(), job.mode
     shards = shard_names(names)
     in_progress = [write for write in writes if writes[write] or mode == "create"]

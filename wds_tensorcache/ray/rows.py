@@ -36,7 +36,7 @@ MEMBER = "."  # first character of the columns of members; no path in a sample b
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Facts about the sample of a row that its columns do not contain.
+    """Facts about a sample that the columns of its row lack.
 
     Attributes:
         columns: Dtype of each tensor of the sample, and type of each small value, by column: `"int"`, any type in a column of
@@ -97,7 +97,7 @@ def split_batch(batch: Any) -> tuple[dict[str, Any], list[Mark | None]]:
 
 
 def _merge(first: Mark, mark: Mark, suffix: str, columns: Container[str]) -> Mark:
-    """Return the mark of a joined row; shared columns of `mark` end in `suffix`."""
+    """Return the mark of a joined row. Shared columns of `mark` end in `suffix`."""
     kinds = {
         name + suffix if name + suffix in columns and name + suffix not in mark.columns else name: kind
         for name, kind in mark.columns.items()
@@ -143,7 +143,7 @@ def _may_be_null(value: Any) -> bool:
 
 
 def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return tensors and values by column, and whether these are the whole sample."""
+    """Return tensors by column, values by column, and whether nothing is left out."""
     tensors, values = flatten(sample), dict[str, Any]()
 
     def note(path: tuple[Any, ...]) -> None:
@@ -162,7 +162,7 @@ def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
 
 
 def _is_nested(value: Any, seen: set[int]) -> bool:
-    """Return whether a value has only dicts, tensors and small values, each once."""
+    """Return whether a value has only dicts, tensors and small values. Each dict and tensor must occur once."""
     if type(value) is not dict and not isinstance(value, Lazy):
         return value_kind([value]) in PLAIN
     # an empty dict inside the sample has no column

@@ -129,7 +129,7 @@ def put(sample: Any, name: str, value: Any, whole: Any) -> None:
 
 
 def _find_key(part: str, container: Any, whole: Any) -> Any:
-    """Return the key for a part of a name: an int if the dict has such keys."""
+    """Return the dict key for a part of a name. Numbers are ints if the dict has ints."""
     steps = steps_of(container) | steps_of(whole)
     is_int = part.isdecimal() and component(int(part), 0) == part and any(type(key) is int for key in steps.values())
     return steps.get(part, int(part) if is_int else key_of(part))
