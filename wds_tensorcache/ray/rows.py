@@ -143,7 +143,7 @@ def _may_be_null(value: Any) -> bool:
 
 
 def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """Return tensors by column, values by column, and whether nothing is left out."""
+    """Return tensors and values by column, and whether they are everything."""
     tensors, values = flatten(sample), dict[str, Any]()
 
     def note(path: tuple[Any, ...]) -> None:

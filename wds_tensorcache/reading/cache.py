@@ -427,7 +427,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         return list(self.schema)
 
     def _stored_names(self) -> list[str]:
-        """Return the names of all tensors of the whole cache, not only of this view."""
+        """Return the names of all tensors of the whole cache."""
         return list(self.schema)
 
     @abstractmethod
