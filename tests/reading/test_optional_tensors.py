@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections import OrderedDict, defaultdict
+from functools import partial
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,26 @@ def test_samples_that_lack_each_others_tensors(tmp_path: Path) -> None:
             batch = {"x": [[1, None, 1][i] for i in order], "y": [[2, None, None][i] for i in order]}
             batch["z"] = [[[None, 2, None][i] for i in order]]
             assert listed(cache.read_batch(order, collate="list")) == batch
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, partial(defaultdict, int)])
+def test_a_sample_with_more_tensors_lacks_a_dict(tmp_path: Path, kind: Any) -> None:
+    """The type of the dict, and the values in it, are those of the sample that has it."""
+    one = torch.tensor(1)
+    cond = kind({"text": {"states": one}, "scale": 0.5, "size": {"crop": (1, 2)}})
+    with tc.open(write(tmp_path, [{"x": one, "y": one}, {"cond": cond}])) as cache:
+        for numbers in ([0, 1], [1, 0], [0]):
+            batch = cache.read_batch(numbers, collate={"*": "list"})
+            assert type(batch["cond"]) is type(kind())
+            assert type(batch["cond"]["text"]) is dict
+            rows = [[None, value] for value in (1, 0.5, (1, 2))]
+            states, scales, crops = ([row[i] for i in numbers] for row in rows)
+            assert listed(batch["cond"]) == {"text": {"states": states}, "scale": scales, "size": {"crop": crops}}
+        nested = tc.nest(list(cache), {"x": 1, "cond.text.states": 2})
+        assert nested == {
+            "x": 1,
+            "cond": kind({"text": {"states": 2}, "scale": [None, 0.5], "size": {"crop": [None, (1, 2)]}}),
+        }
 
 
 X, Y = torch.zeros(2), torch.ones(2)

@@ -27,6 +27,7 @@ from wds_tensorcache.codec.tree import (
     flatten,
     map_leaves,
     names_of,
+    project,
     separate,
     shown,
 )
@@ -60,7 +61,8 @@ def _insert(value: Any, parts: Sequence[str], lazy: Any, donor: Any) -> Any:
     if value is None:  # a container that the sample lacks
         if part.isdecimal() and type(donor) not in (*DICTS, *SEQUENCES):
             raise ValueError(f"the sample lacks a container of {lazy.name!r}")
-        value = type(donor)([None] * len(donor)) if type(donor) in SEQUENCES else {}
+        # with the small values of the donor, whose places other samples have, too
+        value = project(donor, lambda name: False) if type(donor) in (*DICTS, *SEQUENCES) else {}
     cls = type(value)
     if cls in SEQUENCES and part.isdecimal() and int(part) < len(value):
         at = int(part)

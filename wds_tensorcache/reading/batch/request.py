@@ -19,7 +19,7 @@ from wds_tensorcache.reading.batch.columns import Columns, Layouts, layouts_of
 from wds_tensorcache.reading.batch.rows import Rows, locate
 from wds_tensorcache.reading.schema import TensorSchema, whole_schema
 from wds_tensorcache.reading.store import Store
-from wds_tensorcache.reading.structure import drop_none, insert
+from wds_tensorcache.reading.structure import drop_none, insert, steps_of
 from wds_tensorcache.shards.shard import Shard
 
 _NUM_WITH_VALUES = 16
@@ -145,7 +145,7 @@ class Structures:
         sample, wanted = self.whole(raw), self.wanted or (lambda name: True)
         for name in missing:
             try:
-                sample = insert(sample, name, _donor(layouts, name))
+                sample = insert(sample, name, self.whole(_donor(layouts, name, sample)))
             except ValueError as exc:
                 if wanted(name):
                     raise BatchError(
@@ -175,11 +175,15 @@ class Structures:
         return structure.names, structure.template is not None
 
 
-def _donor(layouts: Layouts, name: str) -> Any:
-    """Return a sample with tensor `name`, if `name` has a number."""
-    # only a sample shows whether the key `7` of a dict is an int
+def _donor(layouts: Layouts, name: str, sample: Any) -> Any:
+    """Return a sample with tensor `name`, if `name` has a number, or `sample` lacks a container on the way to it."""
+    # only a sample shows whether the key `7` of a dict is an int, and whether a dict is an OrderedDict
     if not re.search(r"(?:^|[.])-?[0-9]+(?:[.]|$)", name):
-        return None
+        for part in name.split(".")[:-1]:
+            steps = steps_of(sample)
+            sample = sample[steps[part]] if part in steps else None
+        if sample is not None:
+            return None
     rows = layouts.rows
     for number, layout in enumerate(layouts.items):
         if name in layout.named:
