@@ -176,8 +176,8 @@ class Structures:
 
 
 def _donor(layouts: Layouts, name: str, sample: Any) -> Any:
-    """Return a sample with tensor `name`, if `name` has a number, or `sample` lacks a container on the way to it."""
-    # only a sample shows whether the key `7` of a dict is an int, and whether a dict is an OrderedDict
+    """Return a sample that shows how to insert tensor `name`, if needed."""
+    # Only a sample shows whether the key `7` of a dict is an int, and the type of a container that `sample` lacks.
     if not re.search(r"(?:^|[.])-?[0-9]+(?:[.]|$)", name):
         for part in name.split(".")[:-1]:
             steps = steps_of(sample)
