@@ -124,8 +124,9 @@ def native_reader(
 ) -> tuple[Any, ...]:
     """Add DALI's `fn.readers.webdataset` to the pipeline that is being defined. It reads shards without Python.
 
-    The tensors of a sample arrive as one array of bytes. `TensorCacheIterator` makes views of this array on the same device.
-    Operators in the pipeline see only the bytes. To augment tensors, use `tensorcache`.
+    The tensors of a sample arrive as one array of bytes. `TensorCacheIterator` makes tensors of it on the same device. They are
+    views of the array where alignment, dtype and shapes allow it. Numpy arrays stay on the CPU. Operators in the pipeline see
+    only the bytes. To augment tensors, use `tensorcache`.
 
     Args:
         paths: Whole local shards: a cache, or anything that `tc.open` accepts.
@@ -147,7 +148,7 @@ def native_reader(
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
-        TypeError: `paths` is a joined cache.
+        TypeError: `paths` is a joined cache, or another cache without shards.
         ValueError: `paths` is a view of some samples, or contains a url or a shard twice. Samples lack a tensor or member, a
             name occurs twice, or there are fewer samples than ranks. `index_paths` does not have one existing file for each
             shard. An option has an unknown value, or the pipeline already reads a cache.

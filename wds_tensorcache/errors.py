@@ -179,7 +179,10 @@ class RemoteError(TensorCacheError, OSError):
 
 
 class StaleCacheError(TensorCacheError, ValueError):
-    """A cache with an unexpected fingerprint (model, dtype, …). The message contains both fingerprints."""
+    """A cache with an unexpected fingerprint (model, dtype, …), or changed items.
+
+    The message says what differs.
+    """
 
 
 class InvalidKeyError(TensorCacheError, ValueError):

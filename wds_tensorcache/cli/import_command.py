@@ -148,7 +148,7 @@ def import_command(
 
 
 def _json(text: str) -> Any:
-    """Return the JSON in a text, or else the text."""
+    """Return the value of a JSON text, or another text unchanged."""
     try:
         value = json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ Preamble = tuple[int, int | None, int | None, int | None]
 
 
 def tensors_digest(member: bytes | memoryview) -> int:
-    """Return the XXH3-64 of a `.safetensors` member after its stored digest."""
+    """Return the XXH3-64 of the bytes after the stored digest."""
     return xxhash.xxh3_64_intdigest(memoryview(member)[DIGITS_END:])
 
 

@@ -47,7 +47,7 @@ class SkippableLoader:
 
 
 class _Positions:
-    """Positions of the batches in the epoch of the next batch."""
+    """Positions of the current epoch's batches, with None for used batches."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -301,7 +301,7 @@ class _Export:
             return wide.numpy()
 
     def _as_json(self, name: str, leaf: Any) -> Any:
-        """Return a value that JSON can hold, or a text instead."""
+        """Return a value that JSON can hold. Its text takes the place of other values, which the report lists."""
         leaf = rebuild(leaf, lambda number: number.item() if number.dtype.kind in "biuf" else number, np.generic)
         try:
             decoded = json.loads(json.dumps(leaf, allow_nan=False))

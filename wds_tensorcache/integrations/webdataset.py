@@ -102,8 +102,9 @@ def decode(
     contain plain values, and arrays and scalars of numbers, bools, bytes and texts. They may also contain dense tensors and
     parameters in host memory, and the types that FORMAT.md lists, except bytearray, deque, UUID and times of numpy. `cbor`,
     EPS and compressed FITS pictures are refused, because the cost of their decoders is unbounded. Your own handler may decode
-    any of these first. An `.npy` member with further bytes after its array is refused. A `.safetensors` member that belongs
-    to no cache is returned as bytes.
+    any of these first. An `.npy` member with further bytes after its array is refused, and so are JPEG pictures of more than
+    100 scans and extensions of more than 100 characters. A `.safetensors` member that belongs to no cache is returned as
+    bytes.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).
@@ -120,12 +121,13 @@ def decode(
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises:
-        TypeError, ValueError: A handler or an option has a wrong type or value.
+        TypeError, ValueError, AssertionError: A handler or an option has a wrong type or value.
 
     Raises (when iterating):
         FormatError: One of the two members of a cache is missing, damaged, or belongs to a different sample. Or webdataset's
             own decoders cannot read a member, or a decoded member would be too large. The message names shard, key and
-            member; `__cause__` is the decoder's error. Errors of your functions are not changed.
+            member; `__cause__` is the decoder's error. Errors of your functions come as webdataset raises
+            them.
         UnsafeSkeletonError: A pickle or skeleton requires code outside the format; nothing was executed.
     """
     for step in handlers:

@@ -23,7 +23,7 @@ Folder: TypeAlias = "LocalFolder | ObjectFolder"
 def folder_of(path: str, fsync: bool = True) -> Folder:
     """Return the folder at a path or url. The path `""` is the current folder.
 
-    With `fsync`, new files and new content become visible only when they are on disk. A url ignores `fsync`.
+    With `fsync`, the content of a file is on disk before the file gets its name. A url ignores `fsync`.
     """
     if is_url(path):
         from wds_tensorcache.storage.remote.object_folder import ObjectFolder

@@ -43,7 +43,7 @@ _LEFT_WAITS_S = 1.0  # limit of an abandoned loop's wait for its threads: a serv
 
 
 class Read(NamedTuple):
-    """A batch that a thread has read."""
+    """A batch that was read ahead, with its step and times."""
 
     step: Step
     after: Position  # after the step

@@ -62,17 +62,17 @@ class Items(Dataset[Item]):
 
     On several ranks, these are the batches of one rank. Worker processes may read them. The rank of a batch depends only on
     the number of the batch and the world size. So ranks need not communicate, and a batch has the same items for any world
-    size. Of each `world_size` consecutive batches, every rank gets one batch, in pseudorandom order. So if the shards of one
-    rank are lost, any other number of ranks shares its batches evenly.
+    size. Batches form groups of `world_size`, in which every rank gets one batch, in pseudorandom order. So if the
+    shards of one rank are lost, any other number of ranks shares its batches evenly.
 
     Attributes:
         num_items: Number of items of this rank; None if unknown.
         num_all: Number of items of all ranks; for an iterable, number of the items so far.
         is_map: True for a map-style dataset, False for an iterable.
-        are_numbered: True if the keys of items are their numbers. It is False until an item of a map-style dataset was
-            read, and if none could be read, unless the keys are known without reading.
-        compares: True if items are compared by `digest_item`. Their keys are numbers, so a key does not show that an item has
-            moved.
+        are_numbered: True if the keys of items are known to be their numbers, or there are no items. For most map-style
+            datasets, an item must have been read: it may have a `__key__`.
+        compares: True if items without a `__key__` are compared by `digest_item`. Their keys are numbers, so a key does not
+            show that an item has moved.
         of_other_ranks: Up to 64 items of other ranks in an iterable to compare, without their values.
     """
 

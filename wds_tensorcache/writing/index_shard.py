@@ -182,10 +182,11 @@ class FolderReport:
 
 
 def index_folder(folder: str, *, dali_index: bool, show: Callable[[int, int], object]) -> FolderReport:
-    """Write a new manifest of a folder from its shards `*.tar`. Index shards without an index, as `write_index` does.
+    """List a folder's shards `*.tar` in its manifest. Index shards without a current index, as `write_index` does.
 
     Entries for shards in subfolders stay if the shards exist. A shard with several names, such as links, is listed once.
-    `show` is called with the number of shards read so far, and the number of all shards.
+    With `dali_index`, each `.idx` is written anew. `show` is called with the number of shards read so far, and the number of
+    all shards.
 
     Raises:
         FileExistsError: A writer holds the folder.

@@ -146,7 +146,7 @@ class Template:
         return len(self.segments) - 1 - sum(count - 1 for _, count, _ in self.calls)
 
     def build(self, parts: list[Any]) -> Any:
-        """Build a sample from a list of its values, then its tensors. Its containers are appended to the list."""
+        """Build a sample. `parts` has its values, then its tensors; new containers are appended."""
         return assemble(self.containers, parts)
 
     def write(self, sample: Any, align: int) -> Written | None:
