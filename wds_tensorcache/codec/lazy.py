@@ -57,6 +57,10 @@ class Lazy:
     def view_bytes(self) -> np.ndarray[Any, Any]:
         """Return the bytes of the elements as a 1-D uint8 array.
 
+        Raises:
+            ValueError: The cache was closed.
+            FormatError, RemoteError: The shard was changed, or cannot be read.
+
         Memory: aliases the source, or is a copy if the shard cannot be mapped; never write into it. Reading a map kills the
             process (SIGBUS) if the shard is truncated in place or the disk fails.
         """
@@ -345,7 +349,10 @@ _WITHOUT_BYTES = frozenset(
 
 
 class LazyArray(Lazy):
-    """A numpy array whose bytes have not been read yet. Numpy functions and ufuncs accept it; see `LazyTensor`."""
+    """A numpy array whose bytes have not been read yet. Numpy functions and ufuncs accept it; see `LazyTensor`.
+
+    `len()` returns the size of the first dimension. `torch.save` raises TypeError.
+    """
 
     __slots__ = ()
 

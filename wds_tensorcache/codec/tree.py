@@ -264,7 +264,7 @@ def flatten(sample: Any) -> dict[str, Any]:
     """Return a sample's lazy tensors and arrays by name, in order.
 
     Tensors in dicts, lists, tuples and deques have names, such as `latent.samples`. A tensor in several places also has its
-    further names (FORMAT.md 2.3).
+    further names (FORMAT.md 2.3). Tensors elsewhere, for example in sets, and loaded tensors are left out.
     """
     places, names = _find_places(sample)
     return {names[place][0] if place in names else lazy.name: lazy for place, lazy, _ in places}

@@ -25,11 +25,13 @@ class BatchInfo:
 
     Attributes:
         indices: Sample indices in the cache, int64 `[B]`, read-only.
-        is_padding: True for each row that is padding, bool `[B]`, on the batch's device. Training should ignore these rows.
-        epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch`, both are 0.
+        is_padding: True for each row that is padding, bool `[B]`, on the batch's device; in a pickled copy, on the CPU.
+            Training should ignore these rows. `read_batch_with_info` makes no padding rows.
+        epoch, step: Epoch and step of a loader's batch; steps are numbered through all epochs. With `read_batch_with_info`,
+            both are 0.
         source: Name of the batch's cache in `mix`, or value of its bucket in `bucket_by`. With both, a tuple of name and value;
             with neither, None.
-        cache: Cache of the samples; None in a pickled copy, which has keys, shapes and choices.
+        cache: Cache of the samples; None in a copy by pickle or `copy`, which has keys, shapes, seeds and choices.
 
     Threads/fork/pickle: safe everywhere.
     """
@@ -66,7 +68,7 @@ class BatchInfo:
 
     @property
     def keys(self) -> list[str]:
-        """Keys of the samples."""
+        """Keys of the samples, in the order of the rows."""
         if self.cache is None:
             return list(self._keys)
         keys = self.cache.keys()
@@ -74,7 +76,7 @@ class BatchInfo:
 
     @property
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Shapes before padding, by tensor name, int64 `[B, ndim]`.
+        """Shapes before padding, by tensor name, int64 `[B, ndim]` on the CPU.
 
         Tensors that differ in their number of dimensions, or that all samples of the batch lack, are left out. The shape of a
         tensor that a sample lacks is zeros. After `tc.drop_text` and `tc.sample_moments`, the shapes describe the tensors in
@@ -108,7 +110,10 @@ class BatchInfo:
 
     @property
     def choices(self) -> Choices:
-        """Index of each row's chosen alternative, by name, int64 `[B]`. Empty without `choose=`."""
+        """Index of each row's chosen alternative, by name, int64 `[B]`. Empty without `choose=`.
+
+        Each access chooses again, with the same result. The cache must be open, or this record a pickled copy.
+        """
         if self.cache is None or not self._randomness.alternatives.groups:
             return self._choices
         request = self.cache._request_chosen(self.indices, self._randomness)
@@ -155,7 +160,10 @@ class BatchInfo:
         return any(map(name_matcher(patterns), self.cache._batch_names()))
 
     def to(self, device: torch.device | str | None = None, non_blocking: bool = False) -> BatchInfo:
-        """Return a copy whose `is_padding` is on `device`. Lightning and accelerate call this when they move a batch."""
+        """Return a copy whose `is_padding` is on `device`. None leaves it where it is.
+
+        Lightning and accelerate call this when they move a batch.
+        """
         moved = BatchInfo.__new__(BatchInfo)
         vars(moved).update(vars(self), is_padding=_move(self.is_padding, device, non_blocking))
         return moved

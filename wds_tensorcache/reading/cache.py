@@ -83,7 +83,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     Threads/fork/pickle: safe everywhere. A copy in another process opens the shards again, and raises FormatError for a
         shard that was changed or replaced. `close`, or the end of a `with` block, closes the files and threads of the cache and
-        all its views. After that, lazy tensors that were not loaded cannot be read.
+        all its views. After that, reads raise ValueError, also those by lazy tensors and batches of shards.
+        A pickle contains no query, user name or password of a url, unless it is sent to a worker that this process starts.
     """
 
     @overload
@@ -100,7 +101,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
             TypeError: The index has any other type, or is a mask whose length differs from the length of the cache.
             KeyError: No sample has the key, or samples of several shards have it.
             ValueError: The cache is closed.
-            FormatError, RemoteError: The shard is damaged, or does not match its index; or a request to its server failed.
+            FormatError: The shard is damaged, or does not match its index. Or the sample needs a class that is not in `allow=`.
+            RemoteError: A request to the server of the shard failed.
         """
         if type(index) is not int:
             if isinstance(index, slice):
@@ -161,7 +163,12 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @property
     @abstractmethod
     def schema(self) -> dict[str, TensorSchema]:
-        """Dtype, shapes, bytes and number of samples of each tensor, by name."""
+        """Dtype, shapes, bytes and number of samples of each tensor, by name.
+
+        A view describes its own samples and selected tensors. A `SharedDataset` knows only samples in shared memory.
+
+        Cost: loads the indexes of the shards that contain these samples. No tensor is read.
+        """
 
     @property
     @abstractmethod
@@ -171,7 +178,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     @property
     @abstractmethod
     def num_shards(self) -> int:
-        """Number of shards of the cache. A view counts the shards of the whole cache."""
+        """Number of shards of the cache.
+
+        A view counts the shards of the whole cache. A joined cache counts those of all its caches. A `SharedDataset` has one.
+        """
 
     @property
     def members(self) -> dict[str, int]:
@@ -187,6 +197,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             FormatError: A shard is damaged, or does not match its index; or a sample needs a class that is not in `allow=`.
             RemoteError: A request for a remote shard failed.
+            ValueError: The cache is closed.
 
         Cost: loads the index of every shard, takes a few numpy operations per shard and tensor, and reads at most 64 skeletons
             of each cache. No tensor is read.
@@ -210,18 +221,24 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         Raises:
             KeyError: A pattern matches no tensor's name, although the view has tensors.
             TypeError: A pattern is not a string.
+            ValueError: The cache was closed before its indexes were loaded.
+            FormatError, RemoteError: The index of a shard is damaged, or a request for it failed.
         """
 
     def filter(self, predicate: Callable[[Entry], object]) -> Self:
-        """Return a view of the samples for which `predicate` returns true. No tensor is read.
+        """Return a view of the samples for which `predicate` returns true.
+
+        No tensor is read. But a `SharedDataset` loads all samples of the view.
 
         Args:
             predicate: Function of an entry, which has `.key`, `.nbytes` (bytes of the sample's tensors) and `.shapes` (shape
-                by tensor name).
+                by tensor name). An entry has all tensors of its sample, even those that `select` left out.
 
         Raises:
             KeyError: `predicate` looked up the shape of a tensor that a sample lacks; `entry.shapes.get` returns None instead.
             TypeError: `predicate` is not a function.
+            ValueError: The cache was closed before its indexes were loaded.
+            FormatError, RemoteError: The index of a shard is damaged, or a request for it failed.
         """
         if not callable(predicate):
             raise TypeError(
@@ -244,14 +261,16 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Read samples as one batch, without decoding each sample.
 
         Args:
-            indices: Indices or keys of samples, in any order; repetitions are allowed.
-            device: Device of the tensors; the CPU by default. Tensors reach a GPU in one transfer from pinned memory.
+            indices: Indices or keys of samples, in any order; repetitions and negative indices are allowed. Or a mask, with a
+                bool for each sample of the cache.
+            device: Device of the tensors; the CPU by default. Tensors reach a GPU in one transfer from pinned memory. Numpy
+                arrays stay in host memory.
             pin_memory: Put the tensors into pinned memory.
             collate: `"stack"` returns tensors `[B, …]`. `"list"` returns lists of B tensors, with None for each sample that
                 lacks the tensor. `"pad"`, or `tc.pad(to=…, value=…)`, returns tensors `[B, longest, …]`, padded only in their
                 first dimension; the row of a sample that lacks the tensor is padding. A dict chooses by tensor name or
                 `fnmatch` pattern: `{"text": tc.pad(to=512), "cond.*": "list"}`; tensors that match no pattern are
-                stacked. A function receives the list of B samples with loaded tensors, and returns the batch.
+                stacked. A function receives the list of B samples with tensors loaded on `device`, and returns the batch.
             pad_value: Fill value for `"pad"`, or a dict of fill values by tensor name or pattern. `tc.pad(…)` has its own fill
                 value; texts and dates are filled with zero bytes.
             choose: Alternative tensors, by the name of the chosen tensor in the batch:
@@ -260,8 +279,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 `{("latent", "mask"): [("latent", "mask"), ("latent_flipped", "mask_flipped")]}`. Alternatives may be values,
                 for example a list of captions as strings. They are decoded and chosen on first use. Tensors and values can be
                 chosen together: `{("text", "caption"): ("texts.*", "captions.*")}` pairs `texts.a` and `captions.a`, by the
-                text that `*` matches. In a joined cache, names that are chosen together, and all their alternatives, must be in
-                one of its caches. A dict gives weights, by which loaders choose:
+                text that `*` matches. In a joined cache, a name, names chosen with it, and all their alternatives must be
+                in one of its caches. A dict gives weights, by which loaders choose:
                 `{"text": {"captions.0": 2, "captions.*": 1}}`. The weight of a pattern counts for each name that it matches. A
                 name has the sum of the weights of all entries that match it. Entries of a list have the weight 1.
             choices: Index of the chosen alternative among the alternatives of each sample, integers `[B]`, by name in `choose`;
@@ -269,21 +288,26 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
         Returns:
             The samples' structure, with a batched tensor in place of each tensor, and a numpy array in place of each array.
-            Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value becomes
-            a list-like object of B values, decoded on first use; torch computes with numbers in it. A sample lacks a tensor, or
-            a container of tensors, if it has None in its place, or if a dict has no such key. The batch has every tensor that
-            occurs in one of its samples, that `select` selected, that `collate` pads, or that a dict as `collate` lists.
+            Dicts keep their keys. Lists and tuples that contain a tensor, selected or not, are kept. Every other value
+            becomes a list-like object of B values, decoded on first use; torch computes with numbers in it. Use values
+            before the cache is closed. A sample lacks a tensor, or a container of tensors, if it has None in its place, or
+            if a dict has no such key. The batch has every tensor that occurs in one of its samples, that `select` selected,
+            that `collate` pads, or that a dict as `collate` lists.
 
         Raises:
             IndexError: An index or a choice is out of range.
             KeyError: No sample has one of the keys, or samples of several shards have it.
-            TypeError: `indices` is neither a sequence of indices and keys, nor a mask of the cache's length.
+            TypeError: `indices` is neither a sequence of indices and keys, nor a mask of the cache's length. Or a key of a dict
+                for `collate` or `pad_value` is not a string.
             ValueError: `indices` is empty, `collate` is unknown, or `choose` and `choices` do not fit each other. An
-                alternative is a container of tensors. Or the cache is closed.
+                alternative is a container of tensors, or in a joined cache, belongs to another cache. Or the cache is closed.
             BatchError: Structures or dtypes differ between samples; the message names two keys. With `"stack"`, shapes differ,
                 or samples lack a tensor. With `"pad"`, shapes differ beyond the first dimension, or a tensor is longer than
-                `to`. A name in `collate` or `pad_value` matches no tensor. Or a sample has none of the alternatives in
-                `choose`, for example because a name there is misspelled.
+                `to`, or its dtype cannot represent the fill value. A name in `collate` or `pad_value` matches no tensor. A
+                sample has none of the alternatives in `choose`, for example because a name there is misspelled. Samples have
+                another value at a name in `choose`. Names that are chosen together cannot be paired. Or the shards have no
+                cache, only other members.
+            EncodeError: A sample of a `SharedDataset` cannot be encoded.
             FormatError, RemoteError: A shard is damaged, or does not match its index; or a request to its server failed.
             RuntimeError: `device` is not available, or there is no GPU to pin memory for.
 
@@ -330,8 +354,8 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Return the tensors of a batch by name, without its other values. Arguments and errors are as for `read_batch`.
 
         Args:
-            collate: As in `read_batch`, but not a function. `"auto"` stacks each tensor that has one shape in all samples, and
-                returns a list for any other tensor.
+            collate: As in `read_batch`, but a function raises ValueError. `"auto"` stacks each tensor that all samples of the
+                batch have in one shape. Any other tensor becomes a list, as with `"list"`.
         """
         request = self._request(indices, collate=collate)
         tensors: dict[str, Any] = self._read_batch(request, device, pin_memory, collate, pad_value, TENSOR_WAYS)
@@ -341,11 +365,12 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
         """Nest the given tensors in the batch of these samples.
 
         The batch has the structure that `read_batch` returns, with tensors from the dict `tensors`, by name. Tensors that are
-        not given are left out, as with `select`. Other values are decoded on first use.
+        not given are left out, as with `select`: in lists, tuples and deques, B times None replaces such a tensor. Other values
+        are decoded on first use.
 
         Raises:
             KeyError: The cache, or this view of it, has no tensor with one of these names.
-            IndexError, TypeError, ValueError, BatchError, FormatError, RemoteError: As for `read_batch`.
+            IndexError, TypeError, ValueError, BatchError, EncodeError, FormatError, RemoteError: As for `read_batch`.
         """
         from wds_tensorcache.reading.batch.assemble import nest_tensors
 
@@ -354,9 +379,16 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
     def read_members(self, indices: Iterable[int | str], suffix: str) -> list[bytes]:
         """Return the unchanged bytes of each sample's member `KEY.suffix`.
 
+        A joined cache returns the member from the first of its caches that has it.
+
+        Args:
+            indices: As in `read_batch`, but may be empty.
+            suffix: Suffix of the member, as in `members`. Upper case and a dot at the beginning make no difference.
+
         Raises:
             IndexError, KeyError: The cache lacks a sample, or a sample has no member with this suffix.
-            TypeError, FormatError, RemoteError: As for `read_batch`.
+            ValueError: The cache is closed.
+            TypeError, EncodeError, FormatError, RemoteError: As for `read_batch`.
         """
         request = self._request(indices)
         by_row = self._find_members(request, suffix, range(len(request)))
@@ -369,7 +401,10 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files and threads of this cache and its views."""
+        """Close the files and threads of this cache and its views.
+
+        Closing a view also closes the whole cache. Closing a joined cache closes all its caches.
+        """
 
     def __enter__(self) -> Self:
         return self

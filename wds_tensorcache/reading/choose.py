@@ -400,7 +400,8 @@ class Choices(Mapping[str, Array]):
     """The index of each sample's chosen alternative, by name, int64 `[B]`.
 
     `choices.chosen("text")` returns the names of the chosen alternatives, "" for a sample that lacks the tensor.
-    `read_batch(indices, choose=…, choices=choices)` reads the same tensors again.
+    `read_batch(indices, choose=…, choices=choices)` reads the same tensors again. Choices are equal if these names are equal.
+    Each look-up by name returns a new array.
 
     Threads/fork/pickle: immutable, safe everywhere.
     """

@@ -49,10 +49,11 @@ def pad(to: int | Sequence[int] | None = None, value: complex = 0) -> Pad:
         to: Length after padding, so that all batches have one shape. Or ascending lengths such as `[64, 128, 256]`: each batch
             gets the smallest length that fits, so that batches have few shapes. By default, the length of the longest tensor in
             the batch. Reading a tensor that is longer than all these lengths raises BatchError.
-        value: Number that fills the padding of each tensor; texts and dates are filled with zero bytes.
+        value: Number that fills the padding of each tensor; texts and dates are filled with zero bytes. If a tensor's dtype
+            cannot represent it, for example -1 in uint8, reading a batch raises BatchError.
 
     Raises:
-        ValueError: `to` is neither a length nor a sequence of ascending lengths.
+        ValueError: `to` is neither a length nor a sequence of strictly ascending lengths. Lengths are ints of at least 0.
     """
     return Pad(tuple(to) if isinstance(to, Sequence) and not isinstance(to, str) else to, value)
 

@@ -52,9 +52,9 @@ def join(
     """Join caches by key. Each sample combines the samples of all caches that have the same key.
 
     Args:
-        caches: Caches, or sources for `tc.open`. With a list, samples must be dicts, and samples with the same key are merged
-            into one dict. With a dict, a joined sample maps each cache's name to that cache's sample. The first cache
-            determines the keys, indices and order of the joined samples.
+        caches: Caches, or sources, which `tc.open` opens with its defaults. With a list, samples must be dicts, and samples
+            with the same key are merged into one dict. With a dict, a joined sample maps each cache's name to that cache's
+            sample. The first cache determines the keys, indices and order of the joined samples.
         how: `"exact"` requires the same keys in all caches, or with `keys`, a match for each key. `"inner"` keeps the samples
             that all caches have.
         keys: For each cache after the first whose keys differ, a function or mapping, by the cache's name or its position in
@@ -63,8 +63,9 @@ def join(
 
     Raises:
         KeyError: With `"exact"`, keys are missing in one of the caches; the message lists some of these keys. Or a key occurs
-            twice in a cache whose keys differ from the first cache's keys.
-        TypeError: `caches` is a single cache or path, a name is not a string, or `keys` is not a dict.
+            twice in a later cache that has an entry in `keys`, or whose keys or their order differ from the first cache's.
+        TypeError: `caches` is neither a list nor a dict, a name is not a string, or `keys` is not a dict of functions or
+            mappings.
         ValueError: There are no caches, `how` is unknown, or `keys` names the first cache, or a cache that does not exist.
         BatchError: The first samples of a list of caches are not dicts, or have names in common.
         Errors of `tc.open`: A path among `caches` cannot be opened.
@@ -207,7 +208,8 @@ def _chosen_names(request: Any) -> list[str]:
 class JoinedCache(Cache[_Sample]):
     """Caches joined by key; made by `tc.join`.
 
-    Keys, indices and order come from the first cache. If the caches have names, a tensor's name is `CACHE.TENSOR`.
+    Keys, indices and order come from the first cache. If the caches have names, a tensor's name is `CACHE.TENSOR`. `close`
+    closes all caches that are joined, even those that the caller opened.
     """
 
     def __init__(self, caches: Sequence[Any], names: tuple[str, ...] | None = None) -> None:

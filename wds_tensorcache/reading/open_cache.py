@@ -47,12 +47,13 @@ def open(
             sources. A folder stands for its `manifest.json`, or else for its `*.tar` in the order of their names. A source may
             be a local path, or a url that begins with `s3://`, `gs://`, `az://`, `http://`, `https://` or `hf://`. Shards are
             uncompressed tar files by any writer. Braces and wildcards are expanded only in the text that you pass, not in the
-            names of the files that it leads to. If you list a shard twice, or a folder contains it under two names, its samples
-            occur twice.
+            names of the files that it leads to. A url that ends in neither `.json` nor `.tar` is that of a folder. If you list
+            a shard twice, or a folder contains it under two names, its samples occur twice. If a folder contains tars that are
+            left out, a UserWarning names up to three: tars that its local manifest does not list, or compressed tars.
         cache: Name of the cache if samples have several (`NAME.tensorcache`), `""` for the cache without a name; by default the
             only cache. Samples that lack this cache are left out. If no sample has a cache, a sample is a dict of its members
             as bytes, as webdataset yields it before decoding: `{"__key__": …, "__url__": …, "jpg": b"…"}`. There are no
-            batches of such samples; `tc.build` adds a cache.
+            batches of such samples, so `read_batch` raises BatchError; `tc.build` adds a cache.
         io: `"auto"` copies batches out of memory maps of local shards, and reads all other shards. A shard that was truncated
             or changed is refused before and after each copy. But **truncating a shard in place during a copy kills the
             process** (SIGBUS), and so does a disk that fails. `"pread"` uses only positioned reads, which raise an error.
@@ -64,11 +65,13 @@ def open(
             system's limit, at most 256. The last call that passes it sets the limit.
         expect: Fields and values that the fingerprint of every shard must have; it may have more fields.
         index_folder: Folder or url of a folder with the indexes of remote shards, `NAME.tar.index` for `NAME.tar`, if they
-            are not in or next to the shards.
+            are not in or next to the shards. Ignored if all shards are local.
         keep_indexes: Keep indexes of remote shards on disk, for later runs: in a folder of the user, or in the folder given.
-            False keeps none. The environment variable `TENSORCACHE_INDEXES` is the default folder; `off` keeps none.
+            False keeps none. The environment variable `TENSORCACHE_INDEXES` is the default folder; `off` keeps none. Ignored if
+            all shards are local.
         cache_dir: Folder on a local disk of this node for the bytes of remote shards that were read. All processes of the
-            node that pass it share it, and fetch each byte once. If needed, it is created with mode 0700.
+            node that pass it share it, and fetch each byte once. If needed, it is created with mode 0700. Ignored if all shards
+            are local.
         cache_nbytes: The most bytes that the files in `cache_dir` may take on disk, over all processes; the least recently
             used shards are removed. With None, they may fill the disk up to the last fiftieth.
 

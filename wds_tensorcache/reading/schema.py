@@ -38,8 +38,8 @@ class TensorSchema:
         dtype: The dtype of the loaded tensor, a torch or numpy dtype; a tuple of dtypes if samples differ.
         shape: Size of each dimension, or (smallest, largest) if samples differ; None if samples differ in their number of
             dimensions.
-        nbytes: Total bytes of the tensor in all samples.
-        num_samples: Number of samples that have the tensor.
+        nbytes: Total bytes of the tensor in all samples of the cache or view.
+        num_samples: Number of samples of the cache or view that have the tensor.
     """
 
     name: str

@@ -156,7 +156,8 @@ def nest(samples: Sequence[Any], tensors: Mapping[str, Any]) -> Any:
     """Combine B lazy samples into one batch with their structure.
 
     `tensors` contains the batched tensors by name, which replace the lazy tensors. As in `TensorCache.nest`, lazy tensors
-    without an entry in `tensors` are left out, and every other value becomes a list of B values.
+    without an entry in `tensors` are left out: in lists, tuples and deques, B times None replaces them. Every other value, also
+    a loaded tensor, becomes a list of B values.
 
     Raises:
         BatchError: The structures of two samples differ.

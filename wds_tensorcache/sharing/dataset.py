@@ -56,13 +56,17 @@ class SharedDataset(Cache[Any]):
     process that holds it is gone, even if that process was killed. A SharedDataset is a `Cache`, with batches and views, and
     `tc.Loader` takes it. The key of a sample is its index in `dataset` as a string.
 
+    A sample that the format cannot represent is loaded at each access, and returned as `dataset` made it. The first one in a
+    process causes a UserWarning. Such a sample cannot be part of a batch.
+
     Args:
         dataset: A map-style dataset: it has `len()`, and `dataset[i]` returns a sample for each `i` in `range(len(dataset))`.
         name: Name of the shared memory, 1 to 128 bytes. Processes that pass the same name share it.
         max_nbytes: Maximum bytes of all samples in shared memory; None sets no limit. Samples beyond it are loaded at each
             access.
         directory: Existing folder for the files; by default shared memory, `/dev/shm`. Use a folder on a local file system.
-        persistent: Keep the files after the last process is gone, for a later run.
+        persistent: Keep the files after the last process is gone, for a later run. If one process passes it, the files stay
+            until `tc.shared_clear`, whatever other processes pass.
         verify: Compare the digests of a sample with its bytes at every access.
         fingerprint: A string that describes the dataset, for example its version and transforms. All processes that share the
             memory must pass the same string. The types and lengths of their datasets, and of the datasets inside, must be
@@ -81,6 +85,7 @@ class SharedDataset(Cache[Any]):
         OSError: `directory` does not exist, the file system is full, or another process holds its lock for a minute. Access to
             a sample that does not fit raises it, too.
         NotImplementedError: The system is not Linux.
+        EncodeError: On reading a batch with a sample that the format cannot represent.
         TypeError, ValueError: The dataset is not map-style, or an option has a wrong type or value.
         RecursionError: On access, if the dataset reads the same sample from this SharedDataset to load it.
 
@@ -177,9 +182,11 @@ class SharedDataset(Cache[Any]):
 
     @property
     def schema(self) -> dict[str, TensorSchema]:
-        """Properties of each tensor by name, in the samples in shared memory.
+        """Properties of each tensor by name, in samples in shared memory.
 
-        Cost: parses each of these samples. If none is in shared memory, this loads and describes the first sample.
+        Only samples and selected tensors of this view count.
+
+        Cost: parses each of these samples. If none is in shared memory, this loads and describes the view's first sample.
         """
         present = self._find_present()
         return self._schema_of(present if len(present) else self._indices[:1])
@@ -239,8 +246,9 @@ class SharedDataset(Cache[Any]):
     def select(self, patterns: str | Iterable[str]) -> Self:
         """Return a view of the tensors whose names match `patterns`, like `Cache.select`.
 
-        Names are known only for loaded samples. So a pattern that matches no known name raises KeyError only if all samples of
-        this view are in shared memory. No sample is loaded.
+        Names are known only for loaded samples. So a pattern that matches no known name raises KeyError only if all samples
+        of this view are in shared memory. No sample is loaded. A batch has a selected tensor only if one of its samples has
+        the tensor, or None in its place.
 
         Cost: if all samples are in shared memory, parses samples until each pattern has matched.
         """
@@ -256,7 +264,7 @@ class SharedDataset(Cache[Any]):
     def close(self) -> None:
         """Stop holding the shared memory. Unless persistent, it is freed when no process holds it and no tensor aliases it.
 
-        Closing a view also closes the dataset and all its other views.
+        Closing a view also closes the dataset and all its other views. Lazy tensors of samples can still be loaded.
 
         Raises:
             IsADirectoryError: Another program has made a folder in the folder of the shared memory, which then remains.

@@ -21,7 +21,8 @@ class SharedInfo:
         fingerprint: As `SharedDataset.fingerprint`.
         num_samples: Number of samples in the shared memory.
         nbytes: Bytes of shared memory that these samples take, without the table.
-        holders: Process ids of the processes that hold the shared memory, ascending; may be empty if it is persistent.
+        holders: Process ids of the processes that hold the shared memory, ascending. Empty if it is persistent and not in use,
+            or is about to be freed.
         is_persistent: True if the shared memory is kept after its last holder is gone.
     """
 
@@ -36,7 +37,8 @@ class SharedInfo:
 def shared_list(directory: str | os.PathLike[str] | None = None) -> list[SharedInfo]:
     """Return this user's shared memory in `directory`, sorted by name.
 
-    By default, `directory` is `/dev/shm`. Damaged folders are left out.
+    By default, `directory` is `/dev/shm`. Damaged folders are left out. Persistent memory, and memory of killed processes that
+    was not freed yet, is listed with no holders.
 
     Raises:
         NotImplementedError: The system is not Linux.
@@ -72,7 +74,7 @@ def shared_clear(name: str, directory: str | os.PathLike[str] | None = None) -> 
     Raises:
         FileNotFoundError: No shared memory has this name, and the message lists the names; or `directory` does not exist.
         InvalidKeyError: The name is not allowed.
-        BlockingIOError: Processes hold the shared memory, and the message lists their ids.
+        BlockingIOError: Processes hold the shared memory, perhaps this one. The message lists their ids.
         FileExistsError: Another process opens or clears shared memory, and has not ended that after a minute.
         IsADirectoryError: Another program has made a folder in the folder of the shared memory.
         NotImplementedError, PermissionError: As for `shared_list`.
