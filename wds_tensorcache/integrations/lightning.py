@@ -27,6 +27,9 @@ class ResumeLoaders(_lightning.Callback):  # type: ignore[misc]
     stopped as finished, and expects batches of the same size as before. It also forgets the loaders' states if
     `configure_optimizers` uses `trainer.estimated_stepping_batches`. Checkpoints that were saved without it resume, too.
 
+    It works with the package that was imported before this module: `lightning.pytorch` or `pytorch_lightning`. If neither was,
+    it prefers `lightning`. If neither is installed, importing this module raises ImportError.
+
     Raises (when training starts):
         ValueError: A state belongs to a loader with other samples or settings, or to another number of loaders.
     """

@@ -31,16 +31,24 @@ if TYPE_CHECKING:
 class StepDataset(Dataset[Any]):
     """A map-style dataset of the batches of a `StepSampler`. `dataset[step]` reads the batch of one step.
 
+    It has no length, and reads into host memory. Pass it to a data loader with its sampler, and with `batch_size=None`.
+
     Args:
         sampler: Sampler of the caches to read.
         collate, pad_value: As for `read_batch`.
-        choose, transform: As for `tc.Loader`; worker processes call `transform`.
+        choose, transform: As for `tc.Loader`; the process that reads a batch calls `transform`, usually a worker.
         with_info: Return pairs of a batch and its `BatchInfo`. A `BatchInfo` from a worker process contains keys, shapes and
             choices in place of the cache.
 
     Raises:
-        TypeError: `sampler` is not a `StepSampler`; or, when indexed, the index is not a `Step`.
-        ValueError (when indexed): The sampler's loader has a state, and a trainer skips fewer batches than the state has used.
+        TypeError: `sampler` is not a `StepSampler`, or a transform is not a function.
+        ValueError, BatchError: `collate`, `pad_value` or `choose` is wrong, as for `tc.Loader`.
+
+    Raises (when indexed):
+        TypeError: The index is not a `Step`.
+        ValueError: The sampler's loader has a state, and a trainer skips fewer batches than the state has used.
+        RuntimeError, TensorCacheError: A transform failed, as for `tc.Loader`.
+        And the errors of `read_batch`.
 
     Threads/fork/pickle: works with fork and spawn. Workers read the caches; they do not know the sampler's position.
     """
@@ -124,17 +132,19 @@ def torch_loader(
     Args:
         cache, batch_size: As for `StepSampler`.
         collate, pad_value: As for `read_batch`; if `collate` is a function, the workers call it.
-        choose, transform, on_early_exit: As for `tc.Loader`; the workers call `transform`, with batches in host memory.
+        choose, transform, on_early_exit: As for `tc.Loader`; the workers call `transform`, with batches in host memory. Without
+            workers, the process of the loop reads each batch on request, and calls `transform` and `collate`.
         num_workers, pin_memory, prefetch_factor, persistent_workers, multiprocessing_context, timeout, worker_init_fn: As for
             `torch.utils.data.DataLoader`. Workers that read from s3, gs or az are started by `forkserver` by default, since
-            obstore does not work in forked processes. `transform` and `collate` must then be picklable.
+            obstore does not work in forked processes. `transform`, `collate` and `worker_init_fn` must then be picklable.
         steps: Options of `StepSampler`, such as `shuffle`, `seed` and `bucket_by`.
 
     Raises:
         ValueError: Arguments are mutually exclusive, or out of range. Also in a loop over `with_info()`, if a function in
             `transform` calls a transform that changes shapes.
         TypeError: An option is unknown. Also when iterating, if an argument cannot be pickled for the workers.
-        KeyError, BatchError, RuntimeError: As for `StepSampler` and `tc.Loader`.
+        KeyError, BatchError, RuntimeError: As for `StepSampler` and `tc.Loader`. A RuntimeError from a worker has no
+            `__cause__`; its text contains the worker's traceback.
     """
     check_options(torch_loader, steps, StepOptions.__annotations__, REMEDIES)
     if num_workers == 0 and timeout > 0:
@@ -159,8 +169,9 @@ class TorchLoader(BaseLoader, DataLoader[Any]):
     """torch's `DataLoader` with a state that follows the last returned batch. `torch_loader` makes it.
 
     The state is exact for any number of workers, before and after resuming, and `tc.Loader` accepts it too. An error in a
-    worker ends the iteration, and is raised in the main process. Errors of this package and OSError keep their attributes. The
-    position stays after the last returned batch.
+    worker ends the iteration, and is raised in the main process. Errors of this package and OSError keep their attributes. Any
+    other error from a worker has no `__cause__`, but the worker's traceback in its text. The position stays after the last
+    returned batch.
 
     Lightning saves and restores the state. accelerate's `prepare` returns this loader, on any number of ranks. From then on,
     its batches are on accelerate's device, and accumulated gradients are used at the end of each epoch.

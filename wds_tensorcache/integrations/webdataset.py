@@ -43,13 +43,17 @@ def encoder(base: Any = True, *, allow: Iterable[type] = ()) -> Encoder:
     become equal shards, byte for byte.
 
     Args:
-        base: As for the writer's own `encoder` argument: True for webdataset's encoding by extension.
+        base: As for the writer's own `encoder` argument: True for webdataset's encoding by extension, which is the default.
+            False leaves all other fields as they are; they must be bytes then.
         allow: Classes to write besides the types that FORMAT.md lists.
 
     Raises:
         TypeError: `base` is a sample.
+        ValueError: `base` is no encoder.
 
     Raises (when writing):
+        TypeError: `allow` contains anything but classes.
+        And the errors of `base`, such as ValueError for an unknown extension.
         EncodeError: A value cannot be represented.
         InvalidKeyError: Some reader of shards would misread a key, cache name or member name. A key that occurs twice is not
             detected, because an encoder does not know where shards begin.
@@ -102,32 +106,33 @@ def decode(
     contain plain values, and arrays and scalars of numbers, bools, bytes and texts. They may also contain dense tensors and
     parameters in host memory, and the types that FORMAT.md lists, except bytearray, deque, UUID and times of numpy. `cbor`,
     EPS and compressed FITS pictures are refused, because the cost of their decoders is unbounded. Your own handler may decode
-    any of these first. An `.npy` member with further bytes after its array is refused, and so are JPEG pictures of more than
-    100 scans and extensions of more than 100 characters. A `.safetensors` member that belongs to no cache is returned as
-    bytes.
+    any of these first. An `.npy` member with further bytes after its array is refused. So is a JPEG picture of more than 100
+    scans plus one for each 4,096 bytes. A `.safetensors` member that belongs to no cache is returned as bytes, and so is a
+    member whose last extension has more than 100 characters.
 
     Args:
         handlers: As for `wds.decode`: `"pil"`, `"torchrgb"`, …, or functions of (extension, bytes).
         lazy: True leaves tensors unread until they are used.
-        verify: True recomputes both digests of every sample.
+        verify: True recomputes both digests of every cache. A cache that another tool wrote without digests is refused then.
         allow: Classes that skeletons and other pickles may build; only for shards that you trust.
         handler: Function that is called with the exception if a sample of a stream cannot be decoded. By default, it raises the
-            exception. If it returns True, the stream continues without the sample, else it ends.
-        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed member (`gz`, `npz`). It is also the limit
-            for the total size of a pickle's tensors and arrays that share their elements. Members may always expand to 64
-            times their own length. A compressed pickle (`pkl.gz`) may expand only to 1/64 of this limit, or to 8 times its
-            length, because its objects take more memory. Compressed JSON or MessagePack may expand to 1/8 of this limit, or
-            to 64 times its length. Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
+            exception. If it returns True, the stream continues without the sample, else it ends. In `.map`, which passes one
+            sample, it is not called, and the exception is raised.
+        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed member (`gz`, `npz`); 64 MiB by default. It
+            is also the limit for the total size of a pickle's tensors and arrays that share their elements. Members may always
+            expand to 64 times their own length. A compressed pickle (`pkl.gz`) may expand only to 1/64 of this limit, or to 8
+            times its length, because its objects take more memory. Compressed JSON or MessagePack may expand to 1/8 of this
+            limit, or to 64 times its length. Pictures have Pillow's own limit, `PIL.Image.MAX_IMAGE_PIXELS`.
         decoder: The options `pre`, `post`, `only` and `partial` of `webdataset.autodecode.Decoder`.
 
     Raises:
         TypeError, ValueError, AssertionError: A handler or an option has a wrong type or value.
 
     Raises (when iterating):
-        FormatError: One of the two members of a cache is missing, damaged, or belongs to a different sample. Or webdataset's
-            own decoders cannot read a member, or a decoded member would be too large. The message names shard, key and
-            member; `__cause__` is the decoder's error. Errors of your functions come as webdataset raises
-            them.
+        FormatError: One of the two members of a cache is missing, damaged, or belongs to a different sample. Or a member has
+            the name of a decoded cache, such as `tensorcache`. Or webdataset's own decoders cannot read a member, or a decoded
+            member would be too large. The message names shard, key and member; `__cause__` is the decoder's error. Errors of
+            your functions come as webdataset raises them.
         UnsafeSkeletonError: A pickle or skeleton requires code outside the format; nothing was executed.
     """
     for step in handlers:

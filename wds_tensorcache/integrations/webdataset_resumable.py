@@ -83,22 +83,26 @@ class ResumablePipeline(IterableDataset[Any]):
             worker with too few samples passes its shards to the stages again. A worker with more samples leaves out the rest of
             the epoch, and `DataLoader` workers without shards have no steps. Each worker warns once that samples are repeated
             or left out.
-        collate: Function of a list of items that returns a batch.
-        shuffle: True for a new order of the shards in each epoch.
+        collate: Function of a list of items that returns a batch; torch's `default_collate` by default. Not called without
+            `batch_size`.
+        shuffle: True for a new order of the shards in each epoch; the samples of a shard keep their order.
         seed: Seed of this order; equal on all ranks.
-        rank, world_size, group: As for `Loader`.
+        rank, world_size, group: As for `StepSampler`.
         handler, select_files, rename_files, max_expanded_nbytes: As for `tarfile_to_samples`.
 
     Raises:
         FileNotFoundError: No file matches a local string, a folder has no shards, or a manifest does not exist.
-        TypeError: `urls` has a type that is not listed above.
+        TypeError: `urls` has a type that is not listed above, or a number is not an integer.
         ValueError: There are no shards, or fewer shards than ranks. Or a stage splits or reads shards, as this class does. Or
-            `steps` has no `batch_size`, or needs numbers of samples that no manifest lists. Or a number is out of range.
+            `steps` has no `batch_size`, or needs numbers of samples that no manifest lists. With `"shortest"`, a rank has less
+            than one batch. Or a number is out of range.
 
     Raises (when iterating):
         KeyError: An item lacks `"__position__"`.
-        RuntimeError: A later iteration has begun, or the state was loaded in another process.
-        ValueError: No item leaves the last stage in a whole pass over a worker's shards, but `steps` needs items.
+        RuntimeError: A later iteration has begun, `set_epoch` or `load_state_dict` was called after this one began, or the
+            state was loaded in another process.
+        ValueError: No item leaves the last stage in a whole pass over a worker's shards, but `steps` needs items. Or a stage is
+            not a function.
         FormatError, OSError, ImportError: As for `tarfile_to_samples`; FormatError also if a shard does not match its manifest.
 
     Memory: for each remote shard that is being read, up to 20 MiB.
@@ -264,7 +268,10 @@ class ResumablePipeline(IterableDataset[Any]):
         return get_worker_info()
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or resume the epoch of a loaded state. An older iteration then raises RuntimeError."""
+        """Begin the next or the chosen epoch, or resume a loaded state.
+
+        An older iteration then raises RuntimeError.
+        """
         info = self._enter()
         self._iteration += 1
         if info is not None:
@@ -383,10 +390,13 @@ class ResumablePipeline(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. If a loaded state stopped within this epoch, the iteration resumes there.
 
-        The first call that leaves out unused samples of an earlier epoch warns.
+        An iteration that has begun before raises RuntimeError at its next item. The first call that leaves out unused samples
+        of an earlier epoch warns. So does each call that discards a loaded state of a later epoch.
 
         Raises:
-            ValueError: `epoch` is negative or too large.
+            TypeError: `epoch` is not an integer.
+            ValueError: `epoch` is not in `[0, 2^32)`.
+            RuntimeError: The state was loaded in another process.
         """
         epoch = as_int("epoch", epoch)
         if not 0 <= epoch < _MAX_EPOCH:
@@ -460,7 +470,8 @@ class ResumablePipeline(IterableDataset[Any]):
         Warns if a stage has made several items of a sample, which is done after the first of them.
 
         Raises:
-            RuntimeError: Workers have read the samples; `StatefulDataLoader.state_dict` collects their states.
+            RuntimeError: Workers have read the samples; `StatefulDataLoader.state_dict` collects their states. Or the state was
+                loaded in another process.
         """
         info = self._enter()
         if info is None and self._epochs.is_in_workers():
@@ -481,9 +492,12 @@ class ResumablePipeline(IterableDataset[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at the point at which the state was saved.
 
+        An iteration that has begun before raises RuntimeError at its next item.
+
         Raises:
-            ValueError: The state is damaged, has another version, or belongs to other shards, another order, or another
-                number of ranks or workers.
+            ValueError: The state is damaged, has another version, or belongs to other shards, another order, another rank or
+                worker, or another number of ranks or workers. With `steps`, also another `batch_size` or number of steps.
+            RuntimeError: Another process has loaded a state, which this process has inherited.
         """
         self._enter()
         identity = self._identity()

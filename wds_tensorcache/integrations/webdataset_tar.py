@@ -38,8 +38,9 @@ def tarfile_to_samples(
     Hidden files, such as `a/._1.jpg` from macOS, are skipped; webdataset's stage reads those in folders as samples.
     The stage takes 20% to 60% of the time of webdataset's stage, and closes each shard after reading it. A shard without an
     end-of-archive block is an error, and its last sample, which may be incomplete, is not yielded. webdataset's own stage may
-    merge this sample with the first sample of the next shard. Two kinds of members are errors, too: a member with a name that
-    webdataset reserves (`KEY.__key__`, `KEY.__url__`, `KEY.__local_path__`), and a GNU sparse member.
+    merge this sample with the first sample of the next shard. Three kinds of members are errors, too: a second member of a
+    sample with the same suffix, a member with a name that webdataset reserves (`KEY.__key__`, `KEY.__url__`,
+    `KEY.__local_path__`), and a GNU sparse member.
 
     This package's clients read the urls of `tc.open` (`s3://`, `gs://`, `az://`, `http(s)://`, `hf://`), not `curl` or `gsutil`
     as in webdataset. Your own function in webdataset's `gopen_schemes`, and its variable GOPEN_REWRITE, take precedence.
@@ -49,21 +50,21 @@ def tarfile_to_samples(
     Args:
         handler: Function that is called with the exception of a shard or member. By default, it raises the exception. If it
             returns True, reading continues with the next shard or member, else it ends.
-        select_files: Function of a member's name that returns whether to read the member.
+        select_files: Function of a member's name, after `rename_files`, that returns whether to read the member.
         rename_files: Function from a member's name to its new name.
-        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed shard (gzip, bzip2, xz). A shard may always
-            expand to 64 times the bytes that were read. In a compressed shard, a skeleton or another pickle may have 1/64 of
-            this limit, or 8 times the bytes that were read, because its objects take more memory. A member of JSON or
-            MessagePack may have 1/8 of this limit, or 64 times the bytes that were read. Raise the limit for shards that you
-            trust.
+        max_expanded_nbytes: Limit in bytes for the expanded length of a compressed shard (gzip, bzip2, xz); 64 MiB by default.
+            A shard may always expand to 64 times the bytes that were read. In a compressed shard, a skeleton or another pickle
+            may have 1/64 of this limit, or 8 times the bytes that were read, because its objects take more memory. A member of
+            JSON or MessagePack may have 1/8 of this limit, or 64 times the bytes that were read. Raise the limit for shards
+            that you trust.
 
     Raises:
         ValueError: `max_expanded_nbytes` is negative.
-        TypeError: `handler` is not a function.
+        TypeError: `handler` is not a function, or `max_expanded_nbytes` is not an integer.
 
     Raises (when iterating):
-        FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. The message
-            has the shard's name and the byte offset.
+        FormatError: A shard is truncated or not a tar, expands too much, or is remote and changes while it is read. Or a member
+            is an error, as above. The message has the shard's name, and the key of the sample or the byte offset.
         OSError: A shard cannot be opened or read; RemoteError, after retries, for a remote shard.
         ImportError: A remote url needs a package that is not installed; the message names the package.
     """

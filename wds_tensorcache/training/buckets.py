@@ -30,7 +30,7 @@ class ByLength:
     bounds: tuple[int, ...]
 
     def __call__(self, entry: Entry) -> float:
-        """Return the greatest length in the sample's bucket. For a length above the last bound, return infinity.
+        """Return the bound of the sample's bucket. For a length above the last bound, return infinity.
 
         Raises:
             KeyError: The sample lacks the tensor.
@@ -53,11 +53,11 @@ def by_length(name: str, bounds: Sequence[int]) -> ByLength:
     longer texts. To leave out the longer texts, filter the cache: `cache.filter(lambda entry: entry.shapes["text"][0] <= 256)`.
 
     Args:
-        name: Name of the tensor.
-        bounds: Greatest length in each bucket, ascending.
+        name: Name of the tensor. `StepSampler` checks that each sample has it, with at least one dimension.
+        bounds: Greatest length that fits into each bucket, strictly ascending.
 
     Raises:
-        ValueError: `bounds` is empty, negative or not ascending.
+        ValueError: `bounds` is no sequence, is empty, or is not strictly ascending; or a bound is negative.
         TypeError: A bound is not an integer.
     """
     lengths = tuple(as_int("bounds", bound) for bound in (bounds if isinstance(bounds, Iterable) else ()))

@@ -79,7 +79,11 @@ class BaseLoader(ABC):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next batch in this iteration. A new iteration may begin the next epoch."""
+        """The epoch of the next batch in this iteration.
+
+        After the last batch of an epoch, it is the next epoch. After a loop that was abandoned within an epoch, a new iteration
+        begins the epoch after this one, unless `on_early_exit` is `"continue"`.
+        """
         return self._sampler.epoch
 
     @property
@@ -98,7 +102,10 @@ class BaseLoader(ABC):
         return self._sampler.count_rows()
 
     def stats(self) -> LoaderStats:
-        """Return the times and bytes of the batches returned so far."""
+        """Return the times and bytes of all batches returned so far.
+
+        They are sums over all loops. The result is a copy, which later batches do not change.
+        """
         return replace(self._stats)
 
     def set_epoch(self, epoch: int) -> None:
@@ -177,19 +184,20 @@ class BaseLoader(ABC):
     def set_weights(self, weights: Any) -> int:
         """Change the weights for all steps that are not scheduled yet.
 
-        `weights` contains the weights of the samples, or of the caches in a mix (`{"a": 0.5, …}`). `{"a": […]}` changes the
-        weights of the samples in a cache of the mix, if the loader was made with weights of samples.
+        `weights` contains the weights of all samples, or of all caches in a mix (`{"a": 0.5, …}`). `{"a": […]}` changes the
+        weights of the samples in a cache of the mix, if the loader was made with weights of the samples in that cache.
 
         In an iteration, `prefetch_batches` steps of the same loop are scheduled after the last batch returned. By default, 32
-        steps are scheduled if shards are at urls, however many batches are read ahead. Without threads, no step is scheduled.
-        So ranks that change the weights at the same step also use the new weights from the same step on. A state contains the
-        weights at the time of `state_dict`. So a run that resumes before the first step with new weights uses them at once.
+        steps are scheduled if shards are at urls, however many batches are read ahead. In a `torch_loader`, the number is
+        `num_workers * prefetch_factor`. Without threads or workers, no step is scheduled. So ranks that change the weights at
+        the same step also use the new weights from the same step on. A state contains the weights at the time of `state_dict`.
+        So a run that resumes before the first step with new weights uses them at once.
 
         Returns:
             Number of the first step with the new weights.
 
         Raises:
-            ValueError: The loader has no weights, or the new weights do not match it.
+            ValueError: The loader has no weights, or the new weights do not match it; nothing is changed then.
         """
         self._sampler._plan.weights.change(weights)
         return self._scheduled[-1][1].step if self._scheduled else self._sampler._position.step
@@ -197,7 +205,8 @@ class BaseLoader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch returned, equal on all ranks.
 
-        It is a dict for JSON. It contains the loader's weights, if the loader has any.
+        It is a dict for JSON. It contains the loader's weights, if the loader has any. The first call reads all keys of the
+        caches, because the state contains a hash of them.
 
         Raises:
             RuntimeError: Another data loader has begun to iterate over this loader's sampler, so only that data loader has
@@ -213,18 +222,22 @@ class BaseLoader(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last batch of a state.
 
-        The loader keeps its batch size and number of ranks, and takes over the state's weights; call `set_weights` afterwards
-        to change them.
+        The current iteration ends; the next one continues. The loader keeps its batch size, number of ranks and `last_batch`,
+        and takes over the state's weights; call `set_weights` afterwards to change them.
 
         Raises:
-            ValueError: The state is damaged, or belongs to a loader with other samples or options, such as seed or mix.
+            ValueError: The state is damaged, has another version, or belongs to a loader with other samples or options, such as
+                `seed`, `shuffle`, `mix` or `bucket_by`. Nothing is changed then.
         """
         plan = self._sampler._plan
         # a larger step may not fit into the rest of the epoch
         self._sampler._move(plan.settle(plan.load(state)), is_resumed=True)
 
     def close(self) -> None:
-        """End the iteration and its threads. The position is kept, and the caches stay open."""
+        """End the iteration and its threads. The position is kept, and the caches stay open.
+
+        The ended iteration yields no further batch. The next one begins as after an abandoned loop.
+        """
         self._current = None
         reads, self._reads = self._reads, None
         if reads is not None:
@@ -259,8 +272,9 @@ class Loader(BaseLoader):
             ranks, and resumes exactly. `info.choices` contains the choices.
         transform: Function of a batch and its `BatchInfo` that returns the batch, or a list of such functions, which run in
             order. They run in the loader's threads, several batches at the same time.
-        num_threads: Number of batches to read at the same time; 0 reads each batch on request in the caller's thread. The
-            default is 2. If shards are at urls, it is 16, because the threads wait for requests most of the time.
+        num_threads: Number of batches to read at the same time, at most `prefetch_batches + 1`. 0 reads each batch on request
+            in the caller's thread, and nothing ahead. The default is 2. If shards are at urls, it is 16, because the threads
+            wait for requests most of the time.
         prefetch_batches: Number of batches to read ahead. The default is 2. If shards are at urls, it begins with 4. While
             training waits for requests, it grows up to 32 batches or 1 GiB, as the server's latency and rate require. After
             eight batches in a row that needed no request, it is 2, and may grow again.
@@ -270,12 +284,17 @@ class Loader(BaseLoader):
         steps: Options of `StepSampler`: `shuffle`, `seed`, `bucket_by` and all others.
 
     Raises:
-        ValueError, KeyError: As for `StepSampler`; or `collate` or `on_early_exit` is unknown, or a number is out of range.
-        TypeError: A number is not an integer, a transform is not a function, or an option is unknown.
-        BatchError: A name or pattern in `collate`, `pad_value` or `choose` matches no tensor.
+        ValueError, KeyError: As for `StepSampler`; or `collate` or `on_early_exit` is unknown, `choose` has a wrong form, or a
+            number is out of range.
+        TypeError: As for `StepSampler`; or a transform is not a function, a name in `collate` or `pad_value` is not a string,
+            or an option is unknown.
+        BatchError: A name or pattern in `collate` or `pad_value` matches no tensor, or in `choose` neither a tensor nor a value
+            of the first sample.
 
     Raises (when a batch is requested):
-        RuntimeError: A transform failed, and the message names the step; or another iteration has begun.
+        RuntimeError: A transform failed or returned None. The message names the step, and `__cause__` is the transform's
+            error. Or another iteration has begun, or this one began in another process.
+        TensorCacheError: A transform raised it; a note names the transform and the step.
         And the errors of `read_batch`.
 
     Memory: `prefetch_batches + 1` batches, besides the batches that the caller keeps. On a GPU, a batch keeps its memory until

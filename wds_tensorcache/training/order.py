@@ -17,7 +17,7 @@ _TABLE_BITS = 12  # in a half; up to 2^24 samples, the round function is read fr
 
 
 class EpochOrder:
-    """The order of samples: a pure function of seed, epoch and position.
+    """The order of samples: a function of count, seed, epoch and position.
 
     A shuffled epoch is a permutation that is never stored. It is a Feistel network over the next power of two. Results out of
     range pass through it again (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round function is the
@@ -26,7 +26,7 @@ class EpochOrder:
     Args:
         count: Number of samples.
         shuffle: Shuffle each epoch; False keeps the order of the samples.
-        seed: Seed of all epochs.
+        seed: Seed of all epochs; any integer, of which the lowest 64 bits count.
 
     Raises:
         TypeError: `count` or `seed` is not an integer.
@@ -44,15 +44,17 @@ class EpochOrder:
         self.shuffle = shuffle
 
     def __call__(self, epoch: int, positions: Any) -> Array:
-        """Return the sample indices, int64, at positions of an epoch.
+        """Return the sample indices, int64 `[N]`, at positions of an epoch.
 
         Args:
             epoch: Number of the epoch, from 0.
-            positions: Positions in the epoch, each in `[0, count)`.
+            positions: Integers `[N]`, each in `[0, count)`: a range, a sequence or an array. N may be 0.
 
         Raises:
             IndexError: A position is out of range.
-            TypeError: `epoch` is not an integer.
+            TypeError: `epoch` is not an integer, or `positions` is a single number.
+
+        Memory: a new array.
         """
         places, epoch = _places(positions, self.count), as_int("epoch", epoch)
         if not self.shuffle or self.count < 2:

@@ -49,18 +49,19 @@ class StepSampler(DistributedSampler[Step]):
         seed: Seed of all random choices; the same on all ranks.
         rank, world_size: Rank of this process among the data-parallel processes, and their number. By default, both come from
             torch.distributed, even if a trainer initializes it after the sampler is made but before the first iteration.
-            Without torch.distributed, they come from torchrun's environment, or else are 0 and 1.
-        group: Process group, or DeviceMesh of one dimension, that determines rank and world size. Needed with tensor or
-            pipeline parallelism, where the global rank is not the data-parallel rank.
+            Without torch.distributed, they come from torchrun's environment, or else are 0 and 1. Pass both arguments or
+            neither.
+        group: Process group, or DeviceMesh of one dimension, that determines rank and world size, in place of both. Needed
+            with tensor or pipeline parallelism, where the global rank is not the data-parallel rank.
         last_batch: Treatment of an epoch's last step if samples do not fill it. With `bucket_by` or `mix`, it applies to the
             last step of every bucket and cache. The same on all ranks. `"short"` shortens the step; at most `world_size - 1` of
             its samples, over all ranks, are padding. `"pad"` fills the step with padding. `"wrap"` fills it with the first
             samples of the epoch or the bucket, not marked as padding. `"drop"` drops the step. `count_rows` returns the cost.
-        weights: One weight for each sample. Samples are drawn with replacement, in proportion to their weights. An epoch
-            has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without padding. With
-            `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it. In a `mix` with weights,
-            a dict from names of caches to weights of their samples, `weights={"a": […]}`. Samples of all other caches come
-            in passes.
+        weights: One finite number of at least 0 for each sample, not all 0. Samples are drawn with replacement, in proportion
+            to these weights. An epoch has as many samples as the cache, rounded up to whole steps (down with `"drop"`), without
+            padding. With `bucket_by`, each step's bucket is drawn in proportion to the sum of the weights in it. In a `mix`
+            with weights, a dict from names of caches to weights of their samples, `weights={"a": […]}`. Samples of all other
+            caches come in passes.
         mix: `{"a": (cache, 0.7), "b": (other, 0.3)}`: each step has samples of one cache, drawn in proportion to the
             weights. An exhausted cache starts again. An epoch has as many samples as all caches together, rounded as with
             `weights`. Without weights, `{"a": cache, "b": other}`, an epoch has every sample once, or `repeats` times.
@@ -69,16 +70,20 @@ class StepSampler(DistributedSampler[Step]):
             order.
         bucket_by: Name of a tensor, `tc.by_length(…)`, or function of an entry as in `cache.filter`. All samples of a step
             have the same shape of the tensor, or the same result of the function.
-        window: Number of samples to shuffle together with `shuffle="blocks"`.
+        window: Number of samples to shuffle together with `shuffle="blocks"`; 4,096 by default.
 
     Raises:
-        ValueError: Arguments are mutually exclusive or out of range. A cache is empty or not a `Cache`. Or a function in
-            `bucket_by` returns NaN.
-        TypeError: A number is not an integer, or `bucket_by` is neither a name nor a function.
-        KeyError: `bucket_by` names no tensor, or a sample lacks the tensor.
+        ValueError: Arguments are mutually exclusive or out of range. A cache is empty or not a `Cache`. With `"drop"`, no step
+            is full. A function in `bucket_by` returns NaN. Or `tc.by_length` meets a tensor without dimensions.
+        TypeError: A number is not an integer, `bucket_by` is neither a name nor a function, or a result of the function is not
+            hashable.
+        KeyError: `bucket_by` names no tensor, or a sample lacks the tensor. Errors of a function in `bucket_by` are not
+            changed.
+
+    Raises (when first used): ValueError, if torch.distributed was initialized later, and no step is full on its ranks.
 
     Memory: at most 64 KiB for each cache or bucket. Also, for each sample, 8 bytes with `bucket_by`, about 16 with `weights`,
-        and about 40 with both.
+        and about 24 with both.
     Threads/fork/pickle: one thread at a time may use a sampler, and only in the process that made it.
     """
 
@@ -220,7 +225,11 @@ class StepSampler(DistributedSampler[Step]):
 
     @property
     def epoch(self) -> int:  # type: ignore[override]
-        """The epoch of the next step in this iteration. A new iteration begins the next epoch."""
+        """The epoch that the next iteration begins.
+
+        During an iteration over this sampler itself, it is one more than the epoch of the steps. In a `tc.Loader` or
+        `tc.torch_loader`, the sampler follows the returned batches, and this is the epoch of the next batch.
+        """
         return self._position.epoch
 
     def count_rows(self) -> RowCounts:
@@ -243,7 +252,8 @@ class StepSampler(DistributedSampler[Step]):
         are left out. In a loader with `on_early_exit="continue"`, it has no effect after the first batch.
 
         Raises:
-            TypeError, ValueError: `epoch` is not an integer, or is out of range.
+            TypeError: `epoch` is not an integer.
+            ValueError: `epoch` is not in `[0, 2^31)`.
             RuntimeError: Lightning resumes at another batch than this sampler.
         """
         epoch = as_int("epoch", epoch)

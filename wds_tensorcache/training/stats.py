@@ -27,7 +27,8 @@ class LoaderStats:
 
     Attributes:
         num_batches: Number of batches.
-        nbytes: Bytes of the batches' tensors in memory, with padding.
+        nbytes: Bytes of the batches' tensors in memory, with padding, as read. Batches that a transform reads count, too;
+            tensors that it makes do not.
         total_s: Time from the request of each loop's first batch until its last batch was returned.
         training_waited_s: The part of `total_s` in which training waited for a batch. With worker processes, it includes
             their start.

@@ -26,29 +26,34 @@ def drop_text(p: float, value: Mapping[str, Any], *, mark: str | None = None) ->
     """Return a transform that drops texts at random, for classifier-free guidance.
 
     It replaces each row's texts with probability `p` (Ho and Salimans, "Classifier-Free Diffusion Guidance", 2022). The choice
-    of rows depends only on `info.seeds`, so it is the same after a resume with another batch size or number of ranks.
-    Afterwards, `info.mask` and `info.shapes` describe the texts that the batch holds.
+    of rows depends only on `info.seeds`, `p` and the names in `value`. So it is the same after a resume with another batch size
+    or number of ranks, and transforms with other names choose independently. Afterwards, `info.mask` and `info.shapes` describe
+    the texts that the batch holds.
 
     Args:
         p: Probability, in [0, 1].
         value: Replacements by name; a row gets either all replacements or none: `{"text": empty_text, "pooled": 0}`.
-            In place of a tensor, a replacement is a number or a tensor of one row's shape, for example the states of the empty
-            prompt. In a padded batch, it may be shorter than the rows: zeros fill the rest. In place of any other value, a
-            replacement may be any value, for example `{"prompt": ""}`. None stays None, because a sample without a text has no
-            text to drop.
-        mark: Name under which the batch gets a bool tensor `[B]`, True for the replaced rows.
+            In place of a tensor, a replacement is a number, which fills the row, or a tensor or array of one row's shape, for
+            example the states of the empty prompt. In a padded batch, it may be shorter than the rows: zeros fill the rest. In
+            a list of tensors, it may have any shape. In place of any other value, a replacement may be any value, for example
+            `{"prompt": ""}`. In a list, None stays None, because a sample without a text has no text to drop. In a padded
+            batch, the row of such a sample is replaced like any other.
+        mark: Name under which the batch gets a bool tensor `[B]`, on the batch's device. It is True for the chosen rows, also
+            where a text is None.
 
     Raises:
-        ValueError: `p` is out of range, or `value` is not a dict of replacements.
+        ValueError: `p` is out of range, or `value` is empty or not a dict with names as keys.
         TypeError: `mark` is not a string.
 
     Raises (as the cause of the loader's error):
         KeyError: The batch has no such value.
         TypeError: A text is a numpy array; store it as a tensor. Or a text is a tensor, but its replacement is neither a tensor
-            nor a number.
-        ValueError: A replacement does not have the shape of a row; or the batch has a value named `mark` already.
+            nor a number. Or the batch's value is neither a tensor nor a list.
+        ValueError: A replacement does not have the shape of a row of a stacked or padded tensor; or the batch has a value named
+            `mark` already.
 
-    Memory: overwrites the rows of stacked or padded tensors in the batch's own memory. Lists are replaced by new lists.
+    Memory: overwrites the rows of stacked or padded tensors in the batch's own memory. Lists are replaced by new lists. It
+        shares the replacement tensors with the caller, who must not change them; arrays are copied.
     """
     if not 0 <= p <= 1:
         raise ValueError(f"p={p}, expected a probability in [0, 1]")
@@ -171,15 +176,15 @@ class DropText:
 def sample_moments(mean: str, std: str | None = None, *, to: str | None = None, logvar: bool = False) -> SampleMoments:
     """Return a transform that draws latents from normal distributions: `mean + std * noise`.
 
-    The noise of a row depends only on `info.seeds`. So each epoch has new latents, and they are the same after a resume with
-    another batch size or number of ranks. The noise has the same bits on every CPU and every CUDA device. A row that is None,
-    because its sample lacks the moments, stays None.
+    The noise of a row depends only on `info.seeds` and on the latent's name. So each epoch has new latents, and they are the
+    same after a resume with another batch size or number of ranks. The noise has the same bits on every CPU and every CUDA
+    device. In a list, a row that is None, because its sample lacks the moments, stays None.
 
     Args:
         mean: Name of the tensor with the means. Without `std`, it also contains the standard deviations, concatenated to the
             means in the channel dimension: `[B, 2 * C, …]`, or a list of B tensors `[2 * C, …]`.
         std: Name of the tensor with the standard deviations, of the same shape.
-        to: Name of the latent in the batch; by default, `mean`. The latent takes the place of the moments.
+        to: Name of the latent in the batch; by default, `mean`. The tensors of the moments are removed from the batch.
         logvar: True if the standard deviations are stored as logarithms of variances. As in diffusers, they are limited to
             [-30, 20]. Their exponentials may differ between devices in the last bits.
 
