@@ -85,7 +85,8 @@ def import_cache(
         OSError: Memory or file descriptors ran out, or a shard cannot be written.
         ChildProcessError: A worker process was killed, for example for lack of memory.
         ImportError: The format needs a package that is not installed; the message contains the command that installs it.
-        FileExistsError: `out` contains shards, and `resume` is False; or `out` is a folder with other shards.
+        FileExistsError: `out` contains shards, and `resume` is False; or `out` is a folder with other shards. Or another writer
+            has the same pattern.
         FileNotFoundError: `source` does not exist.
         StaleCacheError: `out` contains shards with another fingerprint.
     """

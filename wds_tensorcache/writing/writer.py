@@ -141,7 +141,8 @@ class ShardWriter:
         max_samples: Maximum number of samples in a shard. With the default, 4,096, a killed `build` in a local folder loses
             one shard and three batches at most, and a million small samples make 245 shards.
         max_nbytes: A shard with at least this many bytes accepts no more samples. The limit at a url is 4 GiB.
-        footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url.
+        footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url. Without it,
+            the shard is scanned when it is opened, and texts of hashed keys (see `safe_key`) are lost.
         dali_index: Write `NAME.idx` for DALI next to each shard.
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
         overwrite: Delete existing shards of this pattern, with their indexes and entries in the manifest, when the writer is
@@ -153,7 +154,7 @@ class ShardWriter:
         fsync: Wait until a shard is on disk before it gets its final name. Ignored for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values. It is stored in
-            footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
+            footers and in the manifest, so that `tc.open(…, expect=…)` can check it. Without both, it is lost.
         align: Alignment of the first tensor in its member in bytes, a multiple of 8; `write` checks it.
         encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
             dict of values by extension, and returns a dict of bytes with the same extensions. By default, a member may be
