@@ -10,7 +10,7 @@ TensorCacheError
 ├── BuildError              (RuntimeError)           items that failed in a call of `build`
 ├── RemoteError             (OSError)                a request to a server or an object store that failed
 ├── StaleCacheError         (ValueError)             a cache whose fingerprint differs from the expected fingerprint
-└── InvalidKeyError         (ValueError)             a sample key or cache name that breaks a naming rule
+└── InvalidKeyError         (ValueError)             a key or name that breaks a naming rule, or a repeated key
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class FormatError(TensorCacheError, ValueError):
 
 
 class MissingShardError(FormatError, FileNotFoundError):
-    """A missing shard. A manifest lists it, a folder has a link to it, or it was opened before."""
+    """A missing shard. A manifest lists it, a folder has a link to it, it was opened before, or it has a url."""
 
     kind: Kind = "missing"
     errno = errno.ENOENT
@@ -141,11 +141,14 @@ class UnsafeSkeletonError(FormatError, pickle.UnpicklingError):
 
 
 class EncodeError(TensorCacheError, TypeError):
-    """A sample that cannot be encoded. The message names the path of the value, unless the whole sample exceeds a limit."""
+    """A sample that cannot be encoded or exported.
+
+    The message names the path of the value or the member, unless the whole sample exceeds a limit.
+    """
 
 
 class BatchError(TensorCacheError, ValueError):
-    """Samples or caches that cannot form one batch. The message says where they differ."""
+    """Samples or caches that cannot form one batch. The message names what differs or is missing."""
 
 
 class BuildError(TensorCacheError, RuntimeError):
@@ -186,7 +189,10 @@ class StaleCacheError(TensorCacheError, ValueError):
 
 
 class InvalidKeyError(TensorCacheError, ValueError):
-    """A sample key or cache name that breaks a rule of FORMAT.md. The message names the rule."""
+    """A key or name that breaks a rule, or a repeated key.
+
+    FORMAT.md has the rules for keys, cache names and names of members. The message names the rule.
+    """
 
 
 def add_note(exc: BaseException, note: str) -> None:

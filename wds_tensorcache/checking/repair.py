@@ -51,7 +51,8 @@ def repair(
     Args:
         source: Shards, as in `verify`.
         out: A new folder, or an empty folder, which is replaced. If there is nothing to write, it is not made or changed.
-        drop: False raises FormatError, and writes nothing, if a sample is damaged or any part of a tar is lost.
+        drop: False raises FormatError, and writes nothing, if a sample is damaged, any part of a tar is lost, or a shard is
+            missing or unreadable.
         num_threads: Number of threads, as in `verify`.
         allow: Classes that skeletons may build, as in `verify`.
         progress: As in `verify`. The bytes of every shard count twice: they are checked, then written.
@@ -63,9 +64,11 @@ def repair(
     Raises:
         FileExistsError: `out` is a file, is not empty, or is the current folder or a mount point.
         FileNotFoundError: A file does not exist, or there are no shards.
-        FormatError: With `drop=False`, a sample is damaged, or a part of a tar is lost. Or a shard was changed during the call.
+        FormatError: With `drop=False`, a sample is damaged or lost, or a shard is missing or unreadable. Or a shard was changed
+            during the call.
         OSError: The disk is full, the parent folder of `out` is read-only, …
         ImportError: `progress` is True, and `tqdm` is not installed.
+        TypeError: `source` is not a path, a pattern or a list of them; or an item of `allow` is not a class.
         ValueError: Two shards in different folders have the same name, or would have the same `.idx` file. Or `out` is an empty
             string or a url, `source` is a url, or `num_threads` is less than 1.
 

@@ -61,7 +61,8 @@ def verify(
     Raises:
         FileNotFoundError: A file does not exist, or there are no shards.
         ImportError: `progress` is True, and `tqdm` is not installed.
-        TypeError, ValueError: `source` is not a path, or is a url; or `num_threads` is less than 1.
+        TypeError, ValueError: `source` is not a path, a pattern or a list of them, or is a url. Or `num_threads` is less than
+            1, or an item of `allow` is not a class.
 
     The report shows damage, not malice: an attacker can store the right digests for a forged sample. `open` and `decode` are
     safe with any shard, and refuse the classes in `Report.needs`.

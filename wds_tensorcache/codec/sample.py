@@ -97,7 +97,7 @@ def encode_sample(sample: Any, *, allow: Iterable[type] = (), align: int = 64) -
     Raises:
         EncodeError: A value cannot be written, a lazy tensor is damaged, or the sample exceeds a limit of FORMAT.md 2.6.
         RemoteError: The bytes of a remote lazy tensor cannot be read.
-        TypeError: An item of `allow` is not a class.
+        TypeError: An item of `allow` is not a class, or `align` is not an int.
         ValueError: `align` is not a positive multiple of 8, or the header exceeds the limit of safetensors.
 
     Memory: newly allocated; each contiguous tensor on the CPU is copied once.
@@ -118,7 +118,8 @@ def decode_sample(
 
     Args:
         skeleton: Bytes of the member `KEY.skel.pyd`, or of a skeleton that stock pickle wrote (protocol 4 or 5).
-        tensors: Bytes of the member `KEY.safetensors`, or of a file that stock safetensors wrote.
+        tensors: Bytes of the member `KEY.safetensors`, or of a file that stock safetensors wrote. A bytearray is accepted for
+            both members, too.
         lazy: True returns `LazyTensor` and `LazyArray` objects; False loads the tensors.
         verify: True recomputes both digests and compares them with the stored digests.
         allow: Classes that the skeleton may instantiate; pass them only for files that you trust.
@@ -126,9 +127,11 @@ def decode_sample(
     Raises:
         UnsafeSkeletonError: The skeleton names code outside the format, which was not run, or is no pickle of protocol 4 or 5.
         FormatError: The members are damaged, unrelated, or of another version; with `verify`, a digest is wrong or missing.
+            Or a class in `allow` raised an error.
         TypeError: A member is not bytes, bytearray or memoryview, or an item of `allow` is not a class.
 
-    Memory: lazy tensors keep `tensors` alive; each loaded tensor has its own newly allocated memory.
+    Memory: lazy tensors read `tensors` when they are loaded, and keep it alive, so do not change a bytearray. Each loaded
+        tensor has its own newly allocated memory. A memoryview that is not contiguous is copied.
     """
     return decode_members(_member(skeleton), _member(tensors), lazy, verify, allow_table(allow))
 

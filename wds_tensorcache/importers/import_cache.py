@@ -56,10 +56,12 @@ def import_cache(
         out: Folder or pattern of the shards, as for `ShardWriter`; it may be a url. For a url, `ImportReport.changed` stays
             empty, because the clocks of the store and of this machine cannot be compared.
         format: Name of the format, or "auto".
-        fingerprint: Further entries for the fingerprint. The fingerprint always contains the format, the path of `source`, the
-            provenance of the files, and the options that change samples.
+        fingerprint: Further entries for the fingerprint. The fingerprint also contains the format, the path of `source`, the
+            provenance of the files, and the options that change samples. A further entry replaces an entry of the same name.
         narrow: Store each float32 tensor as bfloat16 or float16 if no bit of any number is lost.
-        trim: Mask names by tensor name. Rows of the tensor after the last true element of its mask are not stored.
+        trim: Mask names by tensor name. Rows of the tensor `[N, …]` after the last true element of its mask `[N]` are not
+            stored. A tensor `[1, N, …]` may have a mask `[1, N]`. A sample is bad if it lacks the tensor or the mask, or if
+            such a row is not zero.
         drop_padding: Trim rows even if they are not zero. Padding with zeros then cannot restore the rows.
         on_error: `"stop"` raises the error of the first bad sample; `"skip"` leaves bad samples out, and reports them.
         trust: Read pickles that may run code, with `torch.load` or `pickle.loads`.
@@ -68,7 +70,7 @@ def import_cache(
             with CUDA, or after an import of pyarrow or jax.
         resume: Continue after an interruption: samples whose keys are in finished shards are not read again.
         max_samples: Maximum number of samples in a shard. To keep all workers busy, an import of at least 128 samples or 64 MiB
-            makes several shards with about equal numbers of samples.
+            makes several shards with about equal numbers of samples. If `out` names a single shard, the shard has no limits.
         max_nbytes: Approximate maximum length of a shard in bytes, estimated from the lengths of the imported files.
         progress: As for `tc.build`.
 
@@ -83,7 +85,8 @@ def import_cache(
         OSError: Memory or file descriptors ran out, or a shard cannot be written.
         ChildProcessError: A worker process was killed, for example for lack of memory.
         ImportError: The format needs a package that is not installed; the message contains the command that installs it.
-        FileExistsError: `out` contains shards, and `resume` is False; or `out` is a folder with other shards.
+        FileExistsError: `out` contains shards, and `resume` is False; or `out` is a folder with other shards. Or another writer
+            has the same pattern.
         FileNotFoundError: `source` does not exist.
         StaleCacheError: `out` contains shards with another fingerprint.
     """

@@ -52,7 +52,8 @@ class CacheDiff:
         only_first, only_second: Keys of the samples that only the first or only the second cache contains.
         num_equal, num_changed: Numbers of equal and of different samples among the samples in both caches.
         changes: All differences, in the order of the first cache.
-        num_without: Number of samples in both caches' shards that lack the cache, and so are not compared.
+        num_without: Number of samples in the shards of both caches that lack the cache, and so are not compared. A view counts
+            all its shards.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -74,7 +75,8 @@ def diff_caches(
 
     Tensors are compared bit for bit. Small values and other members are compared, too. If the digests of two samples' tensors
     and the bytes of their skeletons are equal, the tensors are not read. Damage in them is then not noticed; `tc.verify` finds
-    it. If a key occurs several times, the samples with this key are compared in order. `progress` is called with the number of
+    it. If a key occurs several times, the samples with this key are compared in order. Fingerprints, and the order of samples
+    and of keys in dicts, are not compared. `progress` is called with the number of
     compared samples, and of all samples in `first`.
 
     Raises:

@@ -53,8 +53,9 @@ class ExportReport:
             As `as_text`, it lists only samples that this call has written.
         as_text: Types by name, for values that JSON cannot hold, such as sets and NaN. The JSON has a text in their place,
             which ends after about 200 characters.
-        num_without: Number of samples in the shards without the exported cache, for example samples with only a picture.
-        other_caches: Names of other caches in the shards, which are not exported.
+        num_without: Number of samples in the shards without the exported cache, for example samples with only a picture. A view
+            counts all its shards; a joined or shared cache has 0.
+        other_caches: Names of other caches in the shards, which are not exported; empty for a joined or shared cache.
     """
 
     num_written: int = 0
@@ -82,7 +83,7 @@ def export_cache(
     - `"pt"`: any nested sample, by `torch.save`. To load a sample with numpy arrays, `torch.load` needs `weights_only=False`.
     - `"npz"` and `"safetensors"`: the tensors, named by the keys on their paths: `text.states`. Other values are in
       `NAME.json`, with names of the same form, or in `NAME.values.json` if samples have members with the suffix `json`. numpy
-      has no bfloat16 and no float8: such tensors become float32 with the same numbers.
+      has no bfloat16, float8 and complex32: such tensors become float32, or complex64, with the same numbers.
     - `"webdataset"`: one tar `samples.tar`, in which `KEY.pth` is the nested sample.
 
     The folder appears when it is complete. If an export was interrupted or killed, repeat the call to continue the export. A
@@ -98,10 +99,12 @@ def export_cache(
         The counts, and the names and values that had to change.
 
     Raises:
-        ValueError: `kind` is unknown, or `out` is a url.
+        ValueError: `kind` is unknown, or `out` is a url or an empty string.
         TypeError: `cache` is not a cache, for example a path.
-        FileExistsError: The folder is not empty, or another process is writing it.
-        EncodeError: The kind of file cannot hold a value or a member; the message names it.
+        FileExistsError: The folder is not empty, or another process is writing it. Or `out` is a file, the current folder or a
+            mount point.
+        EncodeError: The kind of file cannot hold a value or a member; the message names it. Or a key occurs twice
+            (`kind="webdataset"`).
         InvalidKeyError: A key is not a safe path inside a tar (`kind="webdataset"`).
         FormatError: A shard is damaged; or `tc.open` has warned that the manifest does not list all shards of the folder.
         OSError: A file cannot be read or written.

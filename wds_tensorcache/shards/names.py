@@ -81,7 +81,7 @@ def safe_key(name: str) -> str:
     percent-encoded as UTF-8, as in a URL (RFC 3986). So is the first `_` of a name that begins with `__`.
 
     The key has at most 88 characters, so that the names of its two members have at most 100 bytes. A longer key is cut to its
-    first 38 characters, followed by 160 bits of the SHA-256 of `name`.
+    first 38 characters, followed by `%-` and the first 40 hexadecimal digits of the SHA-256 of `name`.
 
     Args:
         name: Any text, also empty or with lone surrogates, as `os.fsdecode` returns for file names that are not UTF-8.

@@ -64,8 +64,8 @@ def build(
     number of ranks can resume. The cache is complete when every rank has returned.
 
     If keys are the positions of items, items are compared with the digests in finished shards (see docs/building.md). An
-    item that differs is an error, and so are fewer items than samples. Items that are not plain values, arrays or tensors cause
-    a warning.
+    item that differs is an error, and so are fewer items than samples. Plain values, paths, arrays and tensors can be compared.
+    A call that resumes warns once of other items.
 
     If items change, build a *version*: `build(items, fn, "v2", reuse="v1", digest=…)` takes samples with the same key and
     digest from `v1`, and computes all other samples. On several ranks, each rank computes its share; then a call with
@@ -89,10 +89,12 @@ def build(
         batch_size: Number of items per call. With `reuse`, batches contain only items whose samples must be computed.
         keys: Keys of the samples, as a list with one key for each item of a map-style dataset, or as a function of an item.
             By default, items of a cache with shards keep their keys, and a dict's key is its `"__key__"`. The key of any
-            other item is its position. The string `"position"` makes all keys positions, and items are not compared.
+            other item is its position in nine digits, such as `000000007`. The string `"position"` makes all keys positions,
+            and items are not compared.
         digest: Function from an item to a text, which is stored as the member `digest.txt`. An item has changed if its text
             differs from the stored text, or if none is stored.
-        num_workers: Number of worker processes that read a map-style dataset.
+        num_workers: Number of worker processes that read a map-style dataset; 0 reads it in this process. It must be 0 for an
+            iterable.
         rank, world_size: Rank of this process, and the number of ranks; by default from torch.distributed, else from torchrun's
             environment, else one process. All ranks must have the same items in the same order. If the source of each rank has
             only its own items, pass `rank=0, world_size=1`, `keys` and a folder for each rank.
@@ -107,33 +109,36 @@ def build(
             file, such as `failures-r3of8.jsonl`. Each call tries these items again, and the file then lists only items that
             still fail. Errors of an iterable source itself, of the writer and of arguments end the call.
         allow_failures: With `on_error="record"`, warn of items that have failed, and return the cache without their samples.
-        check: With `"finite"`, a tensor or array that contains NaN or infinity is an error of its item.
+        check: With `"finite"`, a tensor or array that contains NaN or infinity is an error of its item. Single numbers are not
+            checked.
         options: Other options of `ShardWriter`; `allow` also applies to the returned cache. A version always has a manifest.
 
     Returns:
         The cache, opened. On several ranks, it contains the shards that all ranks have finished so far, perhaps none;
-        until a version is written, it is empty.
+        until a version is written, it is empty. With `allow_failures`, it is also empty if no item has a sample.
 
     Raises:
         BuildError: Items have failed, with `on_error="record"`. All other samples are in `out`; with `reuse`, they are in the
             hidden folder from which the next call resumes.
         StaleCacheError: `out` or `reuse` has a different fingerprint. Or items have changed, moved or been removed, or are in
             another order on this rank, but `out` contains their old samples. Finished samples of new items stay in `out`.
-        FileExistsError: Another call is building in the same folder, as the same rank or with another world size.
-        FileNotFoundError: There is no cache to reuse; or with `reuse`, `out` contains files but no cache.
+        FileExistsError: Another call is building in the same folder, as the same rank or with another world size. Or `out` is a
+            file or, with `reuse`, the current folder or a mount point.
+        FileNotFoundError: There is no cache to reuse; or with `reuse`, `out` contains files but no cache. Or a path in a list
+            of shards does not exist.
         InvalidKeyError: Some reader of shards would misread a key; `safe_key` makes a key of any text. Or a member of an item
             has a name that the cache needs.
-        ValueError: Arguments are invalid or exclude each other. `fn` returned fewer or more samples than items, None for an
-            item, or with `check`, NaN or infinity. Two items have the same key, or the source is empty. `out` contains shards
-            with other names, or shards of the source. `reuse` is the same folder as `out`, or has named caches or samples
-            without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different items or
-            batch sizes. Or several ranks have `footer=False` or the path of a single shard.
-        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, or an option is unknown. Or JSON cannot
-            represent the fingerprint, a digest is not a str, or a worker process cannot send an item.
+        ValueError: Arguments are invalid or exclude each other. `fn` returned fewer or more samples than items, a tuple, None
+            for an item, or with `check`, NaN or infinity. Two items have the same key, or the source is empty. `out` contains
+            shards with other names, or shards of the source. `reuse` is the same folder as `out`, or has named caches or
+            samples without a cache. A list of paths names shards that have a cache. Two ranks have the same key, different
+            items or batch sizes. Or several ranks have `footer=False` or the path of a single shard.
+        TypeError: The source is not a dataset, `fn` is not a function, `keys` is a set, or an option is unknown or has a wrong
+            type. Or JSON cannot represent the fingerprint, a digest is not a str, or a worker process cannot send an item.
         EncodeError, OSError: A sample cannot be represented; or a file cannot be read or written.
         ImportError: A url, or `progress=True`, needs a package that is not installed.
         FormatError: A finished or reused shard is damaged, or was changed during the call. Or `source` is a cache, and
-            `tc.open` has warned that it leaves out shards of the folder, or members of a shard.
+            `tc.open` has warned that it leaves out shards of the folder, or members of a shard. Or it would warn so of `reuse`.
         Exception: `source`, `keys`, `digest` or `fn` raised it. From Python 3.11 on, a note names the item, or the batch.
 
     Memory: results of `fn` are copied, so `fn` may reuse its memory; copies from a device run on its current stream. Objects

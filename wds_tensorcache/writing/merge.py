@@ -40,8 +40,10 @@ def reshard(
 ) -> CopyReport:
     """Write the samples of a cache into shards of another length. Their order stays, and `source` is not changed.
 
-    All members are copied with their tar headers, byte for byte. Each new shard has the fingerprint of its samples. A new shard
-    starts wherever the fingerprint of the samples changes.
+    The new shards are `000000.tar`, `000001.tar`, … All members are copied with their tar headers, byte for byte. Digests are
+    not checked: `tc.verify` finds damage. A new shard that equals an old shard is a hard link to it, so never
+    write into a shard in place. Each new shard has the fingerprint of its samples. A new shard starts wherever the fingerprint
+    of the samples changes.
 
     The folder appears by one rename when it is complete. A killed or interrupted call leaves a hidden folder next to `out`,
     and repeating the call resumes from it. A call with other arguments for the same `out` deletes that folder.
@@ -53,13 +55,17 @@ def reshard(
         progress: As in `tc.build`; counts samples.
 
     Raises:
-        FileExistsError: `out` is not empty, or another process writes it.
+        FileExistsError: `out` is not empty, or another process writes it. Or `out` is a file, the current folder or a mount
+            point.
         FileNotFoundError: A file does not exist, or there are no shards.
-        FormatError: A shard is damaged, was changed during the call, or does not match its index.
+        FormatError: The tar of a shard is damaged, was changed during the call, or does not match its index. Or the manifest is
+            damaged or stale. Or `tc.open` would warn that it leaves out tars of the folder.
         ImportError: `progress` is True, and `tqdm` is not installed.
         InvalidKeyError: A key occurs in several shards.
         OSError: A file cannot be read or written, for example because the disk is full.
-        ValueError: `max_samples` or `max_nbytes` is less than 1; there are no samples; or `source` or `out` is a url.
+        TypeError: `source` is not a path, a pattern or a list of them; or `max_samples` or `max_nbytes` is not a number.
+        ValueError: `max_samples` or `max_nbytes` is less than 1; there are no samples; `source` or `out` is a url; or `out` is
+            an empty string.
     """
     limits: Any = {"max_samples": max_samples, "max_nbytes": max_nbytes}
     return merge([source], out, **limits, dali_index=dali_index, fsync=fsync, progress=progress)
@@ -84,14 +90,15 @@ def merge(
         out, max_samples, max_nbytes, dali_index, fsync, progress: As in `reshard`.
         prefixes: Prefix of the keys of each cache, such as `"photos/"`; by default none. Members of a cache with a prefix get
             new tar headers. Its tar entries that belong to no sample, such as folders, are left out.
-        mixed: Merge caches even if their fingerprints differ. All samples of a shard still have one fingerprint. Fingerprints
-            of imports may also differ in `source`, the folder of the files: the new cache lists these folders.
+        mixed: Merge caches even if their fingerprints differ. All samples of a shard still have one fingerprint. Without
+            `mixed`, fingerprints of imports may differ only in `source`, the folder of the files: the new cache lists these
+            folders.
 
     Raises:
         InvalidKeyError: A key occurs several times; or a reader would misread a key with its prefix.
         StaleCacheError: A cache has a fingerprint that the first cache does not have, and `mixed` is False.
         ValueError: There are no sources, or not as many prefixes as sources.
-        TypeError: `sources` is a single path.
+        TypeError: `sources` is a single path, or is not a sequence.
         And the errors of `reshard`.
     """
     if isinstance(sources, (str, os.PathLike)):

@@ -40,24 +40,28 @@ def drop(
 ) -> None:
     """Write a version of a cache without some of its samples.
 
-    Shards that lose no sample become hard links, or copies if the file system has no links. Other shards are rewritten under
-    the same names, with the members of the remaining samples unchanged byte for byte. A shard without remaining samples is not
-    written. If the call is killed or interrupted, `out` is either complete or unchanged, and the same call resumes.
+    Shards that lose no sample become hard links, so never write into a shard in place. They are copies if the file system has
+    no links. Other shards are rewritten under the same names, with the members of the remaining samples unchanged byte for
+    byte. Digests are not checked: `tc.verify` finds damage. A shard without remaining samples is not written. If the
+    call is killed or interrupted, `out` is either complete or unchanged, and the same call resumes.
 
     Args:
         source: Folder of the cache; its files are not changed.
         out: Folder of the version: a new folder, or an empty folder, which is replaced.
-        keys: Keys of the samples to drop, with all their members.
+        keys: Keys of the samples to drop, with all their members. Of a key in several shards, all samples are dropped. Without
+            keys, the version has all samples.
         fsync: Wait for the disk before the folder appears.
 
     Raises:
-        FileExistsError: `out` is not empty, or a shard has the name that the `.idx` or `.index` of another shard needs.
+        FileExistsError: `out` is not empty, or another process writes it. Or `out` is a file, the current folder or a mount
+            point. Or a shard has the name that the `.idx` or `.index` of another shard needs.
         FileNotFoundError: `source` does not exist, or has no shards.
-        FormatError: A shard or the manifest is damaged, or was changed during the call.
+        FormatError: The tar of a shard or the manifest is damaged, or was changed during the call. Or `tc.open` would warn that
+            it leaves out tars of the folder.
         KeyError: The cache has no sample with one of the keys.
         OSError: A file cannot be read or written, for example because the disk is full.
         TypeError: `keys` is a str or bytes.
-        ValueError: No sample would remain; `source` is not a local folder; or `out` is a url.
+        ValueError: No sample would remain; `source` is not a local folder; or `out` is a url or an empty string.
     """
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"keys={keys!r:.100}, expected a collection of keys")

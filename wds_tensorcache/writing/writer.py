@@ -140,31 +140,36 @@ class ShardWriter:
             or path in an object store: `s3://`, `gs://` or `az://`.
         max_samples: Maximum number of samples in a shard. With the default, 4,096, a killed `build` in a local folder loses
             one shard and three batches at most, and a million small samples make 245 shards.
-        max_nbytes: A shard with at least this many bytes accepts no more samples.
-        footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url.
+        max_nbytes: A shard with at least this many bytes accepts no more samples. The limit at a url is 4 GiB.
+        footer: Write the index after the end-of-archive marker, at which tar readers stop; must be True for a url. Without it,
+            the shard is scanned when it is opened, and texts of hashed keys (see `safe_key`) are lost.
         dali_index: Write `NAME.idx` for DALI next to each shard.
         manifest: Write `manifest.json` in the folder; entries of other writers in it are kept.
-        overwrite: Delete existing shards of this pattern. Without `overwrite` or `resume`, existing shards are an error.
+        overwrite: Delete existing shards of this pattern, with their indexes and entries in the manifest, when the writer is
+            made. Without `overwrite` or `resume`, existing shards are an error.
         resume: Continue after the last existing shard, and skip keys that are already stored, also in shards from ranks of a
             `build` with this pattern. If you write all samples again with the same options, the shards equal the shards
             of an uninterrupted run, byte for byte. Existing indexes are trusted, so damage inside shards goes unnoticed;
-            `tc.verify` finds it.
+            `tc.verify` finds it. A single shard that exists accepts no new keys.
         fsync: Wait until a shard is on disk before it gets its final name. Ignored for a url.
         allow: Classes to write besides the types that FORMAT.md lists.
         fingerprint: Description of how the samples are made (model, revision, dtype, crop, …), as JSON values. It is stored in
-            footers and in the manifest, so that `tc.open(…, expect=…)` can check it.
-        align: Alignment of tensors in their member in bytes, a multiple of 8.
+            footers and in the manifest, so that `tc.open(…, expect=…)` can check it. Without both, it is lost.
+        align: Alignment of the first tensor in its member in bytes, a multiple of 8; `write` checks it.
         encoder: Function that encodes the members outside caches, for example webdataset's `make_encoder(True)`. It takes a
-            dict of values by extension, and returns a dict of bytes. By default, bytes, text, `json` and `cls` are accepted.
+            dict of values by extension, and returns a dict of bytes with the same extensions. By default, a member may be
+            bytes, a str (stored as UTF-8), any JSON value for `json`, or an int for `cls`.
 
     At a url, another thread uploads a shard from local disk while the next shard is written. An upload's error is raised by the
     next `write` or by `close`. After an error or an interrupt in the `with` block, finished shards are still uploaded; another
     interrupt cancels the uploads. Writers on any number of machines may share a folder. See docs/remote_writing.md.
 
     Raises:
-        FileExistsError: A shard exists, or another writer has the same pattern. `write` and `close` raise it if another
-            program has created a shard's file, or keeps the folder locked for a minute.
+        FileExistsError: A shard exists, or another writer has the same pattern. Or a folder or another shard has the name of an
+            index to write. `write` and `close` raise it if another program has created a shard's file, or keeps the folder
+            locked for a minute. `write` also raises it for a new key if a single shard was resumed.
         FormatError: The manifest or, with `resume`, an existing shard is damaged.
+        OSError: A file or folder cannot be read or written.
         StaleCacheError: With `resume`, existing shards have another fingerprint.
         RemoteError: A request to an object store failed, or the store has no conditional writes.
         ImportError: The url needs a package that is not installed.
@@ -271,10 +276,13 @@ class ShardWriter:
             EncodeError: A value cannot be stored; the message contains the sample's key and the value's path. No part of the
                 sample is written.
             InvalidKeyError: Some reader of shards would misread the key, a cache name or an extension; or the key is already
-                in this shard.
+                in this shard. Or the call passes no member, or a member twice.
             OSError: The shard, or an earlier shard, cannot be written, for example because the disk is full.
             RuntimeError: This process is a fork of the writer's process.
-            ValueError: The writer is closed, or a shard could not be finished.
+            TypeError: `align` is not an int.
+            ValueError: The writer is closed, or a shard could not be finished. Or `align` is not a positive multiple of 8, or
+                the sample has too many tensors for the header of a safetensors file.
+            Exception: `encoder` raised it; no part of the sample is written.
 
         Memory: this call copies or writes the bytes of the tensors, so the tensors may be changed afterwards.
         """
