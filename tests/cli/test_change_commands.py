@@ -222,6 +222,8 @@ def test_wrong_usage(tmp_path: Path) -> None:
         tc.reshard(tmp_path / "in", tmp_path / "out", max_nbytes=0)
     with pytest.raises(tc.InvalidKeyError, match="shorten the key"):
         tc.merge([tmp_path / "in"], tmp_path / "out", prefixes=["x" * 90])
+    with pytest.raises(TypeError, match="prefixes='p', expected a list"):
+        tc.merge([tmp_path / "in"], tmp_path / "out", prefixes="p")
     (tmp_path / "empty.tar").write_bytes(bytes(1024))
     with pytest.raises(ValueError, match="no shard has a sample"):
         tc.reshard(tmp_path / "empty.tar", tmp_path / "out")

@@ -104,6 +104,15 @@ def test_repeated_and_left_out_samples_are_counted(
     assert stream.num_left_out == num_left_out
 
 
+def test_left_out_samples_after_a_resume_without_steps(folder: str) -> None:
+    stream, resumed = pipeline(folder, None), pipeline(folder, None)
+    next(iter(stream))
+    resumed.load_state_dict(stream.state_dict())
+    assert resumed.num_left_out == stream.num_left_out
+    list(resumed)
+    assert resumed.num_left_out == 0
+
+
 def test_each_worker_warns_once(folder: str, tmp_path: Path) -> None:
     def note_warnings(worker: int) -> None:
         warnings.showwarning = lambda message, *_: (tmp_path / f"{worker} {time.time_ns()}").write_text(str(message))

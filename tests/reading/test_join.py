@@ -82,6 +82,7 @@ def test_views(joined: Any, named: Any) -> None:
 def test_select(joined: Any, named: Any) -> None:
     assert set(joined.schema) == {"latent.samples", "states", "pooled"}
     assert named.schema["texts.states"].shape == ((1, 3), 2)
+    assert [tensor.name for tensor in named.schema.values()] == list(named.schema)
     view = joined.select(["pooled"])
     assert_same({"latent": {}, "size": (3, 3), "pooled": torch.tensor([-3]), "prompt": "p3"}, view[3])
     assert list(view.schema) == ["pooled"]

@@ -108,6 +108,8 @@ def test_views_keys_read_tensors_and_nest_equal_those_of_shards(
         _plain(shared.nest([3, 4], {"large": tensors["large"]})),
     )
     assert shared["12"]["label"] == 12
+    repeated = shared[[5, 3, 0, 3]]
+    assert [repeated.index(key) for key in ("5", "3", "0")] == [0, 1, 2]
     assert [key in shared for key in ("12", "012", "30", "-1", "x", 12)] == [True] + 5 * [False]
     with pytest.raises(KeyError, match="indices"):
         shared["x"]

@@ -176,6 +176,9 @@ def test_an_order_refuses_wrong_positions() -> None:
         with pytest.raises(IndexError, match=r"out of range \[0, 3\)"):
             tc.EpochOrder(3)(0, positions)
     assert tc.EpochOrder(0)(0, []).tolist() == []
+    for wrong in ([1.7], 1, [[0], [1]]):
+        with pytest.raises(TypeError, match="expected a sequence of ints"):
+            tc.EpochOrder(3)(0, wrong)
 
 
 def test_an_order_takes_integers_of_numpy() -> None:

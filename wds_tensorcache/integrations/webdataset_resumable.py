@@ -485,9 +485,7 @@ class ResumablePipeline(IterableDataset[Any]):
         done = {str(shard): [list(done.edges), done.count] for shard, done in self._done.items() if done.edges}
         starts = {str(shard): start for shard, done in self._done.items() if (start := done.first_start()) is not None}
         state = {"version": VERSION, "epoch": self._epoch, "over": self._is_over, "done": done, "starts": starts}
-        if self._steps is not None:
-            state["progress"] = list(astuple(self._progress))
-        return state | {"of": self._identity()}
+        return state | {"progress": list(astuple(self._progress)), "of": self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at the point at which the state was saved.
@@ -512,7 +510,7 @@ class ResumablePipeline(IterableDataset[Any]):
             raise ValueError(f"the state belongs to a different stream: {fields.get('of')!r:.500}; this is {identity}")
         if type(epoch) is not int or not 0 <= epoch < _MAX_EPOCH or type(is_over) is not bool:
             raise ValueError(f"the state is damaged: epoch {epoch!r:.100}, over {is_over!r:.100}")
-        progress = fields.get("progress") if self._steps is not None else [0, 0, 0, 0]
+        progress = fields.get("progress", None if self._steps is not None else [0, 0, 0, 0])  # older states lack it
         if not isinstance(progress, list) or len(progress) != 4 or not _are_counts(*progress):
             raise ValueError(f"the state is damaged: progress {progress!r:.100}")
         self._move(epoch, _parse_done(fields.get("done"), fields.get("starts", {}), len(self._urls)), is_over=is_over)

@@ -6,7 +6,7 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import eq
 from typing import Any, Literal, TypeAlias
@@ -234,7 +234,8 @@ class JoinedCache(Cache[_Sample]):
 
     @property
     def schema(self) -> dict[str, TensorSchema]:
-        return {prefix + name: tensor for prefix, cache in self._prefixed() for name, tensor in cache.schema.items()}
+        named = ((prefix + name, tensor) for prefix, cache in self._prefixed() for name, tensor in cache.schema.items())
+        return {name: replace(tensor, name=name) for name, tensor in named}
 
     @property
     def fingerprint(self) -> dict[str, object]:

@@ -38,6 +38,7 @@ from wds_tensorcache.sharing.samples import Samples, SharedStats
 from wds_tensorcache.storage.files import Files
 from wds_tensorcache.storage.memory_pool import Pool
 from wds_tensorcache.storage.system import num_cores
+from wds_tensorcache.storage.threads import computed_once
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,6 +148,7 @@ class SharedDataset(Cache[Any]):
     def _narrow(self, indices: Array, selections: Selections) -> None:
         """Narrow this object to `indices`, int64 `[n]`, and to selected tensors."""
         self._indices, self._selections = indices, selections
+        self.__dict__.pop("_first_positions", None)
         matchers = list(map(name_matcher, selections))
         self._narrow_to((lambda name: all(matches(name) for matches in matchers)) if matchers else None)
 
@@ -290,10 +292,14 @@ class SharedDataset(Cache[Any]):
         if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
             return None
         index = int(key)
-        if index < len(self) and self._indices.item(index) == index:
-            return index
-        positions = np.flatnonzero(self._indices == index)
-        return positions.item(0) if len(positions) else None
+        indices, positions = self._first_positions
+        at = np.searchsorted(indices, index)
+        return positions.item(at) if at < len(indices) and indices.item(at) == index else None
+
+    @computed_once
+    def _first_positions(self) -> tuple[Array, Array]:
+        """This view's distinct indices, ascending, and their first positions."""
+        return np.unique(self._indices, return_index=True)
 
     def _find(self, key: str) -> int:
         position = self._position(key)
@@ -354,4 +360,6 @@ def _shapes_in(tensors: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 # the attributes that `_open` and `_narrow` make in each process
-_OPENED = frozenset({"_samples", "_net", "_store", "_wanted", "_optional", "_structures", "_read_batch"})
+_OPENED = frozenset(
+    {"_samples", "_net", "_store", "_wanted", "_optional", "_structures", "_read_batch", "_first_positions"}
+)

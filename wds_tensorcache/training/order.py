@@ -109,7 +109,10 @@ class BlockOrder:
 
 
 def _places(positions: Any, count: int) -> Array:
-    places: Array = np.array(positions, np.int64)
+    numbers = np.asarray(positions)
+    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+        raise TypeError(f"positions={positions!r:.100}, expected a sequence of ints")
+    places: Array = numbers.astype(np.int64)
     if len(places) and (int(places.min()) < 0 or int(places.max()) >= count):
         raise IndexError(f"positions {places.min()} to {places.max()} out of range [0, {count})")
     return places

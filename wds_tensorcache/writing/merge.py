@@ -103,6 +103,8 @@ def merge(
     """
     if isinstance(sources, (str, os.PathLike)):
         raise TypeError(f"sources={os.fspath(sources)!r:.100}, expected a list of caches")
+    if isinstance(prefixes, str):
+        raise TypeError(f"{prefixes=!r:.100}, expected a list of prefixes")
     check_limits(max_samples, max_nbytes)
     prefixes = list(prefixes) or [""] * len(sources)
     if not sources or len(prefixes) != len(sources):
