@@ -1,7 +1,8 @@
 """NVIDIA DALI pipelines over caches. Tensors become nodes of a pipeline, and its outputs become nested batches.
 
 `TensorCacheSource` is a source for `fn.external_source`. `fn.tensorcache` adds a cache to a pipeline in one line.
-`TensorCacheIterator` returns batches in the structure that was written. Only `fn` and the iterator need DALI itself.
+`TensorCacheIterator` returns batches in the structure that was written. `fn` and the iterator need DALI itself, and so does a
+source with `pin_memory=True`.
 """
 
 from importlib import import_module

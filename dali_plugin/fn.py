@@ -42,7 +42,9 @@ def tensorcache(
         tensors, members, options: As for `TensorCacheSource` or `TensorCacheStream`, if `cache` is not already a source.
         device: `"gpu"` copies the tensors to the pipeline's GPU; arrays of numpy, members and indices stay on the CPU. Batches
             of a cache or its shards are then read into page-locked memory, unless `parallel` is True.
-        parallel: Let DALI's worker processes (`py_num_workers`, spawned) read batches.
+        parallel: Let DALI's worker processes read batches. `py_num_workers` of the pipeline is their number. DALI forks them by
+            default, but not after the process has used CUDA: then pass `py_start_method="spawn"` to the pipeline. DALI raises
+            an error of a worker as a plain Exception, whose text contains the worker's traceback.
         as_float: Names of bfloat16 tensors to convert exactly to float32, for operators that compute.
         layouts: DALI's layouts of tensors by name: `{"latent": "CHW"}`. Without a layout, `fn.flip` and similar operators
             treat `[4, 64, 64]` as an image with 4 rows.
@@ -57,10 +59,12 @@ def tensorcache(
     Raises:
         ValueError: The pipeline already reads a cache, or its batch size differs from the source's batch size. Or `device` is
             unknown, a name occurs twice, or `parallel` is True for a stream, which only one process can read.
-        TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given; or a tensor in `as_float` is not
-            bfloat16.
+        TypeError: `cache` is a source, but `tensors`, `members` or `options` are also given. A tensor in `as_float` is not
+            bfloat16, or an option is unknown.
         KeyError: A name in `tensors`, `members`, `as_float` or `layouts` is unknown.
         RuntimeError: No pipeline is being defined.
+        Exception: The source that is made for `cache` raised it; see `TensorCacheSource` and `TensorCacheStream`.
+        RuntimeError (when a batch is requested): A tensor's number of dimensions differs within a batch, which DALI refuses.
     """
     pipeline = _current_pipeline("tensorcache", device)
     if isinstance(cache, (TensorCacheSource, TensorCacheStream)):
@@ -144,15 +148,22 @@ def native_reader(
 
     Returns:
         Nodes of dtype uint8: the tensors' bytes `[n]`, each member, and the sample's origin. If `device` is `"gpu"` and
-        a tensor is a numpy array, the second node is the same bytes on the CPU.
+        a tensor is a numpy array, the second node is the same bytes on the CPU. Zeros may follow the bytes of the tensors and
+        of the origin, so that all samples of a batch have the same length. The names of the nodes
+        in `outputs` of `TensorCacheIterator` are `"packed"`, `"packed_host"` for the bytes on the CPU, the members' suffixes,
+        and `"number"`.
 
     Raises:
-        KeyError: A tensor or member is unknown; the message lists similar names.
+        KeyError: A tensor or member is unknown; the message lists similar names. Or `fn.readers.webdataset` lacks an option.
         TypeError: `paths` is a joined cache, or another cache without shards.
-        ValueError: `paths` is a view of some samples, or contains a url or a shard twice. Samples lack a tensor or member, a
-            name occurs twice, or there are fewer samples than ranks. `index_paths` does not have one existing file for each
-            shard. An option has an unknown value, or the pipeline already reads a cache.
+        BatchError: Some samples lack a tensor or member.
+        ValueError: `paths` is a view of some samples, or contains a url or a shard twice. A name occurs twice, there are no
+            samples, or fewer than ranks, or with `"drop"` fewer than `batch_size * world_size`. `index_paths` does not have
+            one existing file for each shard. An argument is out of range, or the pipeline already reads a cache.
         RuntimeError: No pipeline is being defined.
+        Exception: `tc.open` raised it.
+        BatchError (when a batch is requested): A tensor's dtype differs within a batch.
+        FormatError (when a batch is requested): A shard is damaged or has changed.
     """
     pipeline = _current_pipeline("native_reader", device)
     steps = {"batch_size": pipeline.max_batch_size, "shuffle": shuffle, "seed": seed, "rank": rank}

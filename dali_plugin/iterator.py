@@ -23,21 +23,24 @@ class TensorCacheIterator:
     `cache.read_batch` returns, with the pipeline's outputs in place of the tensors. An output has the tensor's true dtype, or
     the dtype to which an operator converted it. Values that are not tensors are decoded on first use. If a pipeline has more
     outputs, for example images, a batch is a pair of the structure and a dict of these outputs by name. A tensor whose shape
-    differs between samples is a list of B. With several pipelines, the iterator returns lists with one batch of each pipeline.
+    differs between samples is a list of B. If `pipelines` is a list, even of one pipeline, the iterator returns lists with one
+    batch of each pipeline.
 
     If a loop is abandoned, the next loop continues in the same epoch. After the end of an epoch, the next loop begins a new
     epoch.
 
     Attributes:
-        is_padding: Rows of the most recent batch that are padding, a bool array `[B]`; with several pipelines, a list of masks.
+        is_padding: Rows of the most recent batch that are padding, a bool array `[B]` of numpy; a list of masks if `pipelines`
+            is a list. None before the first batch.
 
     Args:
-        pipelines: One pipeline or several, built or not, each with its own source and its own rank.
-        source: Source of the only pipeline, if the pipeline does not use `dali_plugin.fn`.
-        copy: Copy outputs on a GPU into torch's memory. Use this if batches are freed while a CUDA graph is captured. To free
+        pipelines: A pipeline, or a list or tuple of pipelines, built or not, each with its own source and its own rank.
+        source: Source of the only pipeline. It is ignored if the pipeline uses `dali_plugin.fn`.
+        copy: Copy all outputs into torch's memory. Use this if batches are freed while a CUDA graph is captured. To free
             its own memory, DALI synchronizes the device, which aborts the process during a capture.
-        outputs: Names of the pipelines' outputs: tensors, `"number"`, and any other names; by default the names of the
-            source's outputs. A new name causes a warning if it is similar to the name of a missing tensor.
+        outputs: Names of the pipelines' outputs, in the order in which the pipelines return them: tensors, `"number"`, and
+            any other names. By default, the names of the source's outputs. A new name causes a warning if it is similar to
+            the name of a missing tensor. With `native_reader`, pass `"packed"` in place of the tensors' names.
 
     Raises:
         ValueError: `outputs` lacks `"number"` or repeats a name. There are no pipelines. A pipeline occurs twice, has no
@@ -45,12 +48,13 @@ class TensorCacheIterator:
             reads a stream, or their numbers of batches differ.
         TypeError: An object in `pipelines` is not a pipeline.
         ValueError (when a batch is requested): The number of names differs from the number of the pipeline's outputs.
+        KeyError (when a batch is requested): `outputs` lacks `"packed"` of a `native_reader`.
         TypeError (when a batch is requested): An operator computed with integers that hold the bits of another dtype, such as
             bfloat16.
 
-    Memory: DALI's own, on the pipeline's device, unless `copy` is True; nothing is copied with DALI's dynamic executor, the
-        default. Tensors of a `native_reader` are views of the samples' bytes: contiguous within each sample, but not across
-        samples.
+    Memory: DALI's own, on the device of each output, with DALI's dynamic executor, its default. With other executors, or if
+        `copy` is True, outputs are copied into torch's memory. Bool tensors of `tensorcache` are always copied. Aligned tensors
+        of a `native_reader` are views of the samples' bytes: contiguous within each sample, but not across samples.
     Threads/fork/pickle: used by one thread, in the process that made the iterator; cannot be pickled.
     """
 
@@ -87,7 +91,10 @@ class TensorCacheIterator:
         return self
 
     def reset(self) -> None:
-        """Begin the next epoch if no batch of this epoch is left. Otherwise do nothing."""
+        """Begin the next epoch if no batch of this epoch is left. Otherwise do nothing.
+
+        A stream's epoch is over only after the iterator has raised StopIteration.
+        """
         if self._iteration == self._source.num_batches:
             next(self, None)  # ends the epoch
         if not self._is_over:
@@ -123,6 +130,8 @@ class TensorCacheIterator:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as checkpoints of DALI; the pipelines need `enable_checkpointing=True`.
 
+        This builds the pipelines, so `load_state_dict` refuses a state afterwards.
+
         Raises:
             RuntimeError: A pipeline has no checkpoints; or a source is a stream, which cannot resume in the middle of an epoch
                 (use `tc.ResumablePipeline` for that).
@@ -146,6 +155,8 @@ class TensorCacheIterator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`, which must be loaded before the first batch.
+
+        The pipelines need `enable_checkpointing=True`. Without it, DALI raises RuntimeError when the first batch is requested.
 
         Raises:
             RuntimeError: The pipelines are already built; DALI restores the state of a pipeline only while building it.

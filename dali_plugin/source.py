@@ -134,6 +134,9 @@ class BatchSource:
             TypeError: `"number"` is not int64. Or an operator computed with integers that hold the bits of another dtype, such
                 as bfloat16.
             RuntimeError: The source is a stream, and no longer keeps this batch.
+            IndexError: A sample index is outside the cache.
+            ValueError: `"number"` has no rows.
+            BatchError: The samples of a batch from a stream differ in structure.
         """
         if NUMBER not in outputs:
             raise KeyError(f"no {NUMBER!r} among {', '.join(outputs)}; pass the last part of a batch by this name")
@@ -159,8 +162,9 @@ class TensorCacheSource(BatchSource):
     """A source for `fn.external_source(source=…, num_outputs=source.num_outputs, batch=True, batch_info=True)`.
 
     A call with a `BatchInfo` returns one batch: a tuple of the parts that `outputs` names, in order. A tensor is an array
-    `[B, …]`, or a tuple of B arrays if shapes differ. A member is a tuple of B uint8 arrays. The sample indices are int64
-    `[B]`. DALI's own tensors replace arrays in page-locked memory, and in `dali_plugin.fn.tensorcache` without `parallel`.
+    `[B, …]`, or a tuple of B arrays if shapes differ. Dtypes that DALI lacks are integers, as in `dali_plugin.fn.tensorcache`.
+    A member is a tuple of B uint8 arrays. The sample indices are int64 `[B]`. DALI's own tensors replace arrays in page-locked
+    memory, and in `dali_plugin.fn.tensorcache` without `parallel`.
 
     A batch depends only on the epoch and the iteration. So pipelines resume exactly from DALI's checkpoints, and any number of
     processes (`parallel=True`) may make batches. Threads read the next batches of the epoch before DALI requests them.
@@ -179,16 +183,18 @@ class TensorCacheSource(BatchSource):
         pin_memory: Read into page-locked memory, from which DALI copies directly to a GPU; needs a GPU.
         keep: Number of batches to keep in memory after returning them, because DALI reads them later, without a copy.
         num_threads: Number of batches to read at the same time, each in its own thread. With 0, the thread that runs the
-            pipeline reads each batch.
+            pipeline reads each batch when DALI requests it, and no batch is read ahead.
         prefetch_batches: Number of batches to read ahead, up to the end of the epoch.
 
     Raises:
         KeyError: A tensor or member is unknown; the message lists similar names.
         ValueError: An argument is out of range, or a name occurs twice. The cache has no samples, or, with `"drop"`, fewer than
-            a full batch. Or an alternative in `choose` is not a tensor.
-        TypeError: A tensor's dtypes differ between samples.
+            `batch_size * world_size`. Or `choose` has an unknown form, or an alternative in it is not a tensor.
+        TypeError: A tensor's dtypes differ between samples, or a number is not an integer.
+        Exception: `tc.open` raised it.
         BatchError: A name or pattern in `choose` matches no tensor, or a sample lacks one of the tensors or members. With
-            `choose` or a `SharedDataset`, this error is raised when a batch is requested.
+            `choose` or a `SharedDataset`, a sample without a tensor is found only when its batch is requested.
+        RuntimeError (when a batch is requested): `pin_memory` is True, but there is no GPU.
 
     Memory: `keep + prefetch_batches + 1` batches.
     Pipelines: each call of `dali_plugin.fn.tensorcache` makes a copy of the source for its pipeline. If you call
@@ -263,7 +269,7 @@ class TensorCacheSource(BatchSource):
         self._num_threads = 0
 
     def indices(self, epoch: int, iteration: int) -> Array:
-        """Return the sample indices of a batch, int64 `[B]`. Raise IndexError if the epoch has no such batch."""
+        """Return the sample indices of this rank's batch, int64 `[B]`. Raise IndexError if the epoch has no such batch."""
         indices: Array = self._step(epoch, iteration).indices
         return indices
 
@@ -282,6 +288,8 @@ class TensorCacheSource(BatchSource):
 
         Raises:
             StopIteration: The epoch is over.
+            BatchError: A sample lacks one of the tensors.
+            FormatError, RemoteError: A shard is damaged or has changed, or a request failed.
             TypeError: DALI does not pass a `BatchInfo`, because `batch=True` or `batch_info=True` is missing.
         """
         if not hasattr(info, "epoch_idx") or hasattr(info, "idx_in_batch"):
@@ -296,7 +304,14 @@ class TensorCacheSource(BatchSource):
         return self._keep(*self._read_next(info.epoch_idx, info.iteration))
 
     def batch(self, epoch: int, iteration: int) -> tuple[Any, ...]:
-        """Return a batch, in the order of `outputs`, for DALI's dynamic mode. Raise IndexError if the epoch lacks it."""
+        """Return a batch, in the order of `outputs`, for DALI's dynamic mode.
+
+        The parts have the types that a call of the source returns, without layouts. No batch is read ahead.
+
+        Raises:
+            IndexError: The epoch has no such batch.
+            BatchError, FormatError, RemoteError: As for a call of the source.
+        """
         return self._keep(*self._read(self._narrow, epoch, iteration, None))
 
     def _read_next(self, epoch: int, iteration: int) -> Any:

@@ -24,7 +24,7 @@ class TensorCacheStream(BatchSource):
 
     The stream is, for example, a `wds.DataPipeline` that ends in `tc.decode()`. This class neither shuffles samples nor splits
     them among ranks: the stream that you pass must do both. Each epoch iterates over the stream again, from its start: an epoch
-    cannot be resumed in the middle.
+    cannot be resumed in the middle. The sample indices count the returned samples from 0, also across epochs.
 
     Args:
         stream: Any iterable of samples that can be iterated over several times.
@@ -91,7 +91,8 @@ class TensorCacheStream(BatchSource):
         """Return the next batch.
 
         Raises:
-            StopIteration: The stream is over.
+            StopIteration: The stream is over, or has too few samples left for a batch with `last_batch="drop"`.
+            BatchError: A sample does not fit; see the class.
             RuntimeError: The requested batch is neither the next nor the first.
         """
         iteration = getattr(info, "iteration", info)

@@ -23,7 +23,8 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
 
     A row of `read_ray(…, exact=True)` or `ray_table` becomes the sample that was written; additional columns become new items.
     Any other row becomes a dict, nested at the dots of its column names. Tensors of `read_ray` have their own dtypes again, for
-    example bfloat16. Columns of members, such as `.jpg`, are left out, and so are nulls in rows of `read_ray`.
+    example bfloat16. The column `__key__` and columns of members, such as `.jpg`, are left out. Nulls are left out of rows of
+    `read_ray` and `ray_table`, and become None in any other row.
 
     Args:
         row: Values by column, as `ds.take` and `ds.iter_rows` return them, and as functions of `ds.map` get them.
@@ -32,7 +33,7 @@ def ray_sample(row: Mapping[str, Any], *, allow: Iterable[type] = ()) -> Any:
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`, or an exact sample is damaged.
         EncodeError: Two columns have the same place in the sample. Or the columns lack a part of the sample, for example its
-            lists; read it with `read_ray(…, exact=True)`.
+            lists; read it with `read_ray(…, exact=True)`. Or an int of 2**53 or more has become a float.
         UnsafeSkeletonError: The sample contains a class that is not in `allow`.
 
     Memory: tensors are newly allocated, on the CPU.
@@ -74,17 +75,19 @@ def ray_to_torch(batch: Any, *, dtypes: Mapping[str, torch.dtype] | None = None)
 
     Args:
         batch: Batch in any of Ray's formats: numpy, pandas or pyarrow.
-        dtypes: Dtypes of tensors by column, for batches without the column `__tensorcache__`, which records them.
+        dtypes: Dtypes of tensors by column, for batches without the column `__tensorcache__`, which records them. They take
+            precedence over this column. A dtype has no effect on arrays of another dtype than its column in `read_ray`.
 
     Returns:
         By column: a tensor `[B, …]` of the stored dtype, for example bfloat16, if shapes and dtypes agree. Otherwise a list of
         B tensors, with None where a sample lacks the tensor. Numbers without nulls become a tensor `[B]`; other values, and
-        nullable columns of pandas, become a list. numpy arrays of texts and dates stay numpy arrays. The column
-        `__tensorcache__` is left out.
+        nullable columns of pandas, become a list. numpy arrays of texts and dates stay numpy arrays. In an empty batch, each
+        column becomes an empty list. The column `__tensorcache__` is left out.
 
     Raises:
         FormatError: `read_ray` did not make the text in the column `__tensorcache__`.
-        EncodeError: An int has lost bits because other rows lack the value, or a time is more precise than microseconds.
+        EncodeError: An int has lost bits because other rows lack the value, or a time is more precise than microseconds. Or two
+            columns have the same name.
         TypeError: `batch` has another format.
 
     Memory: tensors are newly allocated, on the CPU.
@@ -123,13 +126,14 @@ def ray_from_torch(tensors: Mapping[str, Any], batch: Any = None) -> dict[str, A
     Returns:
         By column: a numpy array `[B, …]`, or a list of B arrays. Dtypes are as in the columns of `read_ray`: bfloat16 is uint16
             with the same bits, and `numpy.void` in tensors `[B]` or if the rows differ in dtype. With `batch`, also the
-            column `__tensorcache__`, which records the dtypes.
+            column `__tensorcache__`, which records the dtypes. Other columns of `batch` are not returned.
 
     Raises:
         ValueError: The format cannot store a dtype, or Arrow lacks a dtype and `batch` is None.
         FormatError, EncodeError, TypeError: As for `ray_to_torch`, if `batch` is given.
 
-    Memory: aliases tensors on the CPU; tensors on a GPU are copied.
+    Memory: aliases tensors on the CPU. Tensors on a GPU are copied, and so are conjugate views, and rows of `numpy.void` that
+        are not contiguous.
     """
     columns = {name: _as_column(value) for name, value in tensors.items()}
     dtypes = {name: rows for name, value in tensors.items() if any(rows := _dtypes_of(value))}
@@ -175,13 +179,14 @@ def ray_table(keys: Sequence[str], samples: Sequence[Any], *, allow: Iterable[ty
     `read_ray(…, exact=True)`.
 
     Args:
-        keys: Key of each sample.
+        keys: Key of each sample, a text. `write_ray` checks that keys are valid and unique.
         samples: Nested samples, of torch tensors, numpy arrays and other values.
         allow: Classes that samples may contain besides the types of the format.
 
     Raises:
         EncodeError: A value cannot be stored.
         ValueError: The numbers of keys and samples differ.
+        TypeError: A key is not a text.
 
     Memory: tensors are copied.
     """

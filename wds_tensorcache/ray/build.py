@@ -53,6 +53,7 @@ def build_ray(
         model: Class, or other callable, that makes the model. Each actor calls it once, with `model_args` and `model_kwargs`.
             The model is called with a batch, as `ray_to_torch` returns it: tensors `[B, …]` or lists of B values by column.
             It returns nested dicts of tensors, arrays and lists `[B, …]`, or a list of B samples, as `fn` of `tc.build` does.
+            The samples contain only these values: other columns and members are not copied.
         out: A folder that the driver and all nodes share, or a url, as for `write_ray`.
         fingerprint: Description of how the model makes the samples, as for `tc.build`. A folder with another fingerprint
             is refused.
@@ -75,15 +76,18 @@ def build_ray(
     Raises:
         StaleCacheError: The folder contains shards with another fingerprint.
         FileExistsError: Another write into the folder is in progress, or at a url was killed.
-        InvalidKeyError: Two items have the same key, a key is neither text nor an integer, or some reader would misread it.
+        InvalidKeyError: One call computed two items with the same key, a key is neither text nor an integer, or some reader
+            would misread it.
         KeyError: There is no column `key`.
         EncodeError: The model returned a value that cannot be stored.
-        ValueError: The model returned fewer or more samples than rows, the folder's name contains `%`, or `max_samples` or
-            `max_nbytes` is less than 1.
+        ValueError: The model returned fewer or more samples than rows, or a tuple, or None as a sample. The folder's name
+            contains `%`, or `out` is a url that cannot be written. `max_samples` or `max_nbytes` is less than 1, or JSON cannot
+            represent a number in the fingerprint.
         TypeError: An option is unknown, a limit is no number, or JSON cannot represent the fingerprint.
         FormatError: A finished shard is damaged.
         RemoteError: A request to the object store failed.
-        Exception: The model raised it. A note names the folder; samples in finished shards are kept.
+        RuntimeError: A node does not see the driver's folder.
+        Exception: The model raised it. Samples in finished shards are kept; from Python 3.11 on, a note names their folder.
 
     Cost: the driver reads the indexes of all finished shards. Each node holds 16 bytes per finished sample. The dataset is read
         as a whole even if most samples are finished, because Ray reads all columns of a row together.

@@ -73,21 +73,27 @@ def read_ray(
 
     Args:
         source: Anything that `tc.open` takes, or an open cache or view, whose samples and tensors are read.
-        select: Names or patterns of tensors to read, as in `Cache.select`; by default all.
+        select: Names or patterns of tensors to read, as in `Cache.select`; by default all. Small values and members are read in
+            any case; to leave out their columns, use `ds.select_columns`.
         choose: Tensors or values that are alternatives of each other, as in `Cache.read_batch`. One alternative is chosen at
             random.
         exact: Read whole samples, to filter and copy them, or to change them as nested samples.
-        values: False leaves out the columns of small values.
+        values: False leaves out the columns of small values. `write_ray` then refuses the rows of samples that have any. Exact
+            rows ignore this option.
         seed, epoch: Seed and epoch of the choice of alternatives, which does not depend on the number of tasks.
         override_num_blocks, concurrency, ray_remote_args: As for `ray.data.read_datasource`.
         options: Options of `tc.open`, if `source` is not an open cache.
 
     Raises:
-        KeyError: A pattern matches no tensor's name.
-        BatchError: A name in `choose` matches no tensor and no value.
-        ValueError: `choose` has an unknown form, or contains a name twice.
+        KeyError: A pattern in `select` matches no tensor's name.
+        BatchError: A name in `choose` matches no tensor and no value, or a new name belongs to another tensor. Or the shards
+            contain no cache, only other members.
+        ValueError: `choose` has an unknown form, contains a name twice, or names a container of tensors.
         TypeError: An option is unknown, or given for an open cache; or `source` is a JoinedCache or a SharedDataset.
         Exception: `tc.open` raised it.
+        EncodeError (in a read task): A tensor has the name of another column, such as `__key__`; pass `exact=True`.
+        KeyError (in a read task): `ds.select_columns` named an unknown column. With more than 64 samples, such a column is null
+            instead, unless `values` is False or `exact` is True.
 
     Cost: loads the index of every shard on the driver, and at most 64 skeletons; no tensor and no member is read. Each read
         task opens the cache on its own node, so all nodes need the same paths, or urls.

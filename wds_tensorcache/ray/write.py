@@ -62,8 +62,9 @@ def write_ray(
         ds: A `ray.data.Dataset`.
         out: A folder that the driver and all nodes share, created if it does not exist. Or an `s3://`, `gs://` or `az://` url,
             such as `s3://bucket/cache`.
-        key: Name of the column with the keys: texts, or integers. Keys must be unique.
-        overwrite: Replace the cache in the folder when the write is complete. Files of killed writes are removed, too.
+        key: Name of the column with the keys: texts, or integers. Keys must be unique. This column does not become an item.
+        overwrite: Replace the cache in the folder when the write is complete: all other `.tar` files in the folder are deleted,
+            with their indexes. Files of killed writes are removed, too.
         append: Add to the cache in the folder. Several appends may run at the same time. Shards are ordered by name, so new
             samples follow those of earlier calls of `write_ray`; existing keys are refused.
         fingerprint: As for `ShardWriter`. Rows of `read_ray` need a fingerprint if their cache has a fingerprint, because
@@ -77,11 +78,12 @@ def write_ray(
         options: Other options of `ShardWriter`: `max_nbytes`, `dali_index`, `fsync`, `align`, `encoder`.
 
     Returns:
-        The cache, opened. It is empty if the dataset is empty.
+        The cache in the folder, opened, with `append` also its earlier samples. It is empty if there are no samples.
 
     Raises:
-        FileExistsError: The folder contains shards, and neither `overwrite` nor `append` is set. Or another write into it is in
-            progress or was killed, or has finished during this write.
+        FileExistsError: Without `overwrite` and `append`: the folder contains shards, or another write into it is in progress,
+            was killed, or has finished during this write. With `overwrite`: another write is in progress, or at a url was
+            killed. Or `out` is a file.
         InvalidKeyError: A key occurs twice, in the dataset or with `append` also in the folder. Or a key is neither text nor an
             integer, or some reader would misread it. Then no shard of the dataset is listed.
         KeyError: There is no column `key`.
@@ -89,13 +91,17 @@ def write_ray(
             part of the sample, for example its lists: pass `exact=True` to `read_ray`.
         StaleCacheError: The rows come from a cache with a fingerprint, and `fingerprint` is None.
         TypeError: An option is unknown, a limit is no number, or JSON cannot represent the fingerprint.
-        ValueError: The folder's name contains `%`, `max_samples` or `max_nbytes` is less than 1, or both `overwrite` and
-            `append` are set.
-        FormatError: A shard in the folder is damaged.
+        ValueError: The folder's name contains `%`, or `out` is a url that cannot be written. `max_samples` or `max_nbytes` is
+            less than 1, JSON cannot represent a number in the fingerprint, or both `overwrite` and `append` are set.
+        FormatError: A shard in the folder or an exact row is damaged.
+        UnsafeSkeletonError: An exact row contains a class that is not in `allow`.
+        RuntimeError: A node does not see the driver's folder.
         RemoteError: A request to the object store failed.
-        Exception: A function of the dataset raised it. Ray adds its own class to errors of tasks.
+        RayTaskError: A function of the dataset raised an error. Without Ray's `raise_original_map_exception`, an `except` with
+            the class of that error does not catch it.
 
-    Cost: the driver reads the index of each new shard, and hashes its keys to 16 bytes each.
+    Cost: the driver reads the index of each new shard, with `append` also of each listed shard. It hashes the keys to 16
+        bytes each.
     """
     if overwrite and append:
         raise ValueError("overwrite=True replaces the samples to which append=True would add; pass only one of them")
