@@ -191,8 +191,8 @@ def judge(data: bytes, folder: Path) -> None:
         is_searched = is_searched and known.is_exposed(damage, has_end=not options & 4)
     inner = known.inner if is_searched else set()
     allowed = known.samples | other.samples | ({"998": _MADE[0]} if inner else {})
-    # two changes may hide the digests of both halves, or those of a skeleton, which other tools leave out (FORMAT.md 2.1, 3.3):
-    # the report counts the sample
+    # two changes may hide the digests of both halves, those of a skeleton, or a changed tensor with its digest, which other
+    # tools leave out (FORMAT.md 2.1, 3.3): the report counts the sample
     unverified = [
         key
         for key, halves in known.contents.items()
@@ -200,6 +200,10 @@ def judge(data: bytes, folder: Path) -> None:
         and (
             all(damage.hits([(begin, begin + _DIGESTS_END)], len(content)) for begin, _ in halves)
             or damage.count(halves[0][0], halves[0][0] + _DIGESTS_END) > 1
+            or (
+                damage.hits([(halves[1][0], halves[1][0] + _DIGESTS_END)], len(content))
+                and damage.count(*halves[1]) > 1
+            )
         )
     ]
     for key in keys:
