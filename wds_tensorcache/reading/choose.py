@@ -505,7 +505,7 @@ class ChosenRequest(Request):
     def _place(self, batch: Any, tensors: Mapping[str, Any], values: Mapping[str, Any], i: int = 0) -> None:
         """Remove the alternative values, and put in the chosen tensors and values.
 
-        `batch` is a batch, or sample `i`.
+        `batch` is a batch or a single sample. Sample `i` shows which keys are ints.
         """
         for name in values:
             for place, key in _places(batch, self.alternatives.patterns[name]):

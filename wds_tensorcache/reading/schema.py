@@ -57,7 +57,9 @@ class _Shapes(dict[str, tuple[int, ...]]):
     key: str
 
     def __missing__(self, name: object) -> NoReturn:
-        remedy = f"if others have it, leave this one out: cache.filter(lambda entry: {name!r:.100} in entry.shapes)"
+        remedy = (
+            f"if other samples have it, leave this one out: cache.filter(lambda entry: {name!r:.100} in entry.shapes)"
+        )
         raise KeyError(f"sample {self.key!r} has no tensor {name!r:.100}; it has {list_names(self, name)}; {remedy}")
 
 
