@@ -178,7 +178,7 @@ class _Manifest:
 
     def __init__(self, path: str, report: Report) -> None:
         self._path, self._where, self._report = path, os.path.basename(path), report
-        self.paths: list[str] = []  # of the shards that are listed, or are in the manifest's folder
+        self.paths: dict[str, None] = {}  # of shards that are listed, or in the manifest's folder
         self._entries: dict[str, ShardEntry] = {}  # by absolute path
         self._by_digest: dict[str, str] = {}  # paths by the digest of the index
         self._unlike: dict[str, Checked] = {}  # by path: shards without the index that is listed
@@ -205,7 +205,7 @@ class _Manifest:
             if os.path.abspath(shard) not in self._entries
             and not (os.path.exists(shard) and file_identity(shard) in listed_files)
         ]
-        self.paths += unlisted
+        self.paths |= dict.fromkeys(unlisted)
         if unlisted and entries is not None and self._where == MANIFEST and not find_writer(folder or os.curdir):
             # read again: a writer that has just ended has listed its shards
             listed = {os.path.abspath(located.path) for located in locate_shards(path, read_manifest(path)[0])}
@@ -235,7 +235,7 @@ class _Manifest:
             self._report.num_missing += 1
             self._report.num_lost += entry.num_samples
         else:
-            self.paths.append(path)
+            self.paths[path] = None
             self._entries[os.path.abspath(path)] = entry
             if entry.digest is not None:
                 self._by_digest.setdefault(entry.digest, path)

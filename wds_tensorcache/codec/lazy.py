@@ -1,6 +1,6 @@
 """Lazy tensors and arrays, which read their bytes only if needed.
 
-The bytes come from a `ByteSource` (`reference.py`): a member in memory, or a `FileRange` of a shard (`shards/shard.py`).
+The bytes come from a `ByteSource`: a member in memory, or a `FileRange` of a shard (`shards/shard.py`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The positions of a batch's rows in its memory, in bytes."""
+    """The offsets of a batch's rows in its memory, in bytes."""
 
     begins: Sequence[int]  # offset of each tensor's first row
     rows: Array  # offset of each row, int64 `[tensors, samples]`
