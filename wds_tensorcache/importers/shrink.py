@@ -22,7 +22,7 @@ def narrow(tensor: torch.Tensor) -> torch.Tensor:
 
     Memory: newly allocated, or aliases `tensor`.
     """
-    if tensor.dtype != torch.float32 or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+    if tensor.dtype != torch.float32 or tensor.is_meta or not tensor.numel():
         return tensor
     bits = _flatten(tensor).view(torch.int32)
     # a bfloat16 is the upper half of a float32: testing and copying halves needs less memory traffic than `tensor.to`

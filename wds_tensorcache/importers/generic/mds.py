@@ -72,8 +72,6 @@ def _open(folder: SourceFolder) -> Source:
         shards = [(shard, _check(folder, start, shard)) for shard in folder.read_json(index)["shards"]]
         # the index of an outer folder may list shards of inner folders
         shards = [(shard, file) for shard, file in shards if file not in listed]
-        if not shards:
-            return
         listed.update(file for _, file in shards)
         streaming = import_library("streaming.base.format.mds", _PACKAGE)
         for shard, file in shards:
