@@ -95,8 +95,10 @@ def tensorcache(
         else:
             source.layouts, layouts = layouts, {}
             source.device_id = pipeline.device_id
+    # Hazard: DALI's operators and their outputs refer to each other. If they referred to the source, all batches that it keeps
+    # would stay in memory until the garbage collector finds that cycle. The pipeline keeps the source alive.
     nodes: Any = fn.external_source(
-        source=source if parallel else _Borrowed(source),
+        source=source if parallel else weakref.proxy(source),
         num_outputs=source.num_outputs,
         batch=True,
         batch_info=True,
@@ -171,20 +173,6 @@ def native_reader(
     reader = NativeReader(paths, index_paths, tensors, members, steps)
     pipeline.tensorcache_source = reader
     return reader.nodes(device, options)
-
-
-class _Borrowed:
-    """A weak reference to a source, for DALI's operators to call."""
-
-    # Hazard: DALI's operators and their outputs refer to each other. If they referred to the source, all batches that it keeps
-    # would stay in memory until the garbage collector finds that cycle. The pipeline keeps the source alive.
-
-    def __init__(self, source: Any) -> None:
-        self._source = weakref.ref(source)
-
-    def __call__(self, info: Any) -> Any:
-        source: Any = self._source()
-        return source(info)
 
 
 def _current_pipeline(name: str, device: str) -> Any:

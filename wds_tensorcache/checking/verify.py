@@ -289,7 +289,7 @@ class _Manifest:
         with suppress(OSError, FormatError):
             stored = stored_digest(original)
         if stored == digest:
-            self._report_copy(checked, entry, original, "")
+            self._report_copy(checked, original)
         elif stored is None:
             self._originals[checked.path] = original
 
@@ -301,20 +301,21 @@ class _Manifest:
             copy, damaged = self._unlike.get(path), self._unlike.get(damaged_path)
             with suppress(OSError):
                 if copy and damaged and damaged.ranges and _has_ranges(path, damaged):
-                    self._report_copy(copy, self._entries.get(os.path.abspath(path)), damaged_path, "")
+                    self._report_copy(copy, damaged_path)
         listed = [path for path in self.paths if path in keys and path not in self._unlike]
         owners = {key: path for path in listed for key in keys[path] if key in repeated}
         for path, checked in self._unlike.items():
             original = next((owners[key] for key in keys[path] if key in owners), None)
             with suppress(OSError):
                 if original is not None and checked.copy_of is None and _has_ranges(original, checked):
-                    self._report_copy(checked, self._entries.get(os.path.abspath(path)), original, "part of ")
+                    self._report_copy(checked, original, "part of ")
 
-    def _report_copy(self, checked: Checked, entry: ShardEntry | None, original: str, part: str) -> None:
+    def _report_copy(self, checked: Checked, original: str, part: str = "") -> None:
         checked.copy_of = original
-        lost = f"; lost: {format_count(entry.num_samples, 'sample')} that {self._where} lists" if entry else ""
+        num_listed = self.num_samples(checked.path)
+        lost = f"; lost: {format_count(num_listed, 'sample')} that {self._where} lists" if num_listed else ""
         checked.fault(None, None, f"the shard is {part}a copy of {os.path.basename(original)}{lost}", "lost")
-        checked.report.num_lost = max(checked.report.num_lost, entry.num_samples if entry else 0)
+        checked.report.num_lost = max(checked.report.num_lost, num_listed)
 
 
 def _has_ranges(path: str, checked: Checked) -> bool:

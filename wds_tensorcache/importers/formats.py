@@ -55,7 +55,7 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def choose_format(folder: SourceFolder, name: str = "auto") -> Format:
+def choose_format(folder: SourceFolder, name: str) -> Format:
     """Return the format called `name`, or the format that a folder has.
 
     For "auto", exactly one format must recognize files. A generic format counts only if no other format recognizes files.

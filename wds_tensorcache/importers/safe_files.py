@@ -148,7 +148,12 @@ def load_safetensors(folder: SourceFolder, name: str) -> tuple[dict[str, torch.T
         raw = folder.view(name)
         data_begin = 8 + int.from_bytes(raw[:8], "little")
         layout, metadata = _parse_header(bytes(raw[:data_begin]), len(raw))
-        return {name: _view_stored(raw, tensor) for name, tensor in layout.tensors.items()}, dict(metadata)
+        tensors = {}
+        for key, tensor in layout.tensors.items():
+            content = raw[tensor.begin : tensor.end]
+            is_aligned = tensor.begin % STORED[tensor.dtype][0] == 0
+            tensors[key] = view_stored(content if is_aligned else bytearray(content), tensor.dtype, tensor.shape)
+        return tensors, dict(metadata)
 
 
 @lru_cache(16)  # files whose tensors have equal shapes often have equal headers
@@ -157,11 +162,9 @@ def _parse_header(head: bytes, nbytes: int) -> tuple[Layout, dict[str, str]]:
     return layout, json.loads(head[8 : layout.data_begin]).get("__metadata__") or {}
 
 
-def _view_stored(raw: memoryview, tensor: StoredTensor) -> torch.Tensor:
-    itemsize, dtype, _ = STORED[tensor.dtype]
-    content = raw[tensor.begin : tensor.end]
-    aligned = bytearray(content) if tensor.begin % itemsize else content
-    return check_tensor(view_tensor(aligned, getattr(torch, dtype), tensor.shape))
+def view_stored(content: Any, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """View aligned, writable bytes of a `.safetensors` file as a tensor. `dtype` is a name of safetensors."""
+    return check_tensor(view_tensor(content, getattr(torch, STORED[dtype][1]), shape))
 
 
 def read_safetensors_header(folder: SourceFolder, name: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:

@@ -22,7 +22,7 @@ def narrow(tensor: torch.Tensor) -> torch.Tensor:
 
     Memory: newly allocated, or aliases `tensor`.
     """
-    if tensor.dtype != torch.float32 or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+    if tensor.dtype != torch.float32 or tensor.is_meta or not tensor.numel():
         return tensor
     bits = _flatten(tensor).view(torch.int32)
     # a bfloat16 is the upper half of a float32: testing and copying halves needs less memory traffic than `tensor.to`
@@ -87,7 +87,8 @@ def trim(sample: Any, masks: dict[str, str], drop_padding: bool) -> tuple[Any, i
         marked = mask.reshape(-1).to(torch.float64).nonzero()  # torch lacks `nonzero` of some dtypes
         length = int(marked[-1]) + 1 if len(marked) else 0
         kept, left_out = tensor.narrow(dim, 0, length), tensor.narrow(dim, length, tensor.shape[dim] - length)
-        if not drop_padding and left_out.numel() and not _is_zero(left_out):
+        # all bits, because `tc.pad` would not restore negative zero
+        if not drop_padding and _flatten(left_out).view(torch.uint8).any():
             raise FormatError(
                 f"trim: the {left_out.shape[dim]} rows of {name!r} after the mask are not zero, so `tc.pad` would change them; "
                 "--drop-padding (drop_padding=True) drops them, if the model never uses them"
@@ -104,8 +105,3 @@ def _named(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for position, (key, item) in enumerate(items):
             yield from _named(item, join_path(name, component(key, position)))
-
-
-def _is_zero(rows: torch.Tensor) -> bool:
-    # all bits, because `tc.pad` would not restore negative zero
-    return not bool(_flatten(rows).view(torch.uint8).any())

@@ -68,9 +68,7 @@ class CacheDiff:
         return not (self.only_first or self.only_second or self.num_changed)
 
 
-def diff_caches(
-    first: TensorCache, second: TensorCache, progress: Callable[[int, int], object] = lambda done, total: None
-) -> CacheDiff:
+def diff_caches(first: TensorCache, second: TensorCache, progress: Callable[[int, int], object]) -> CacheDiff:
     """Compare two caches sample by sample.
 
     Tensors are compared bit for bit. Small values and other members are compared, too. If the digests of two samples' tensors

@@ -185,7 +185,7 @@ class Survey:
         self,
         cache: Cache[Any],
         indices: Sequence[int],
-        progress: Callable[[int, int], object] = lambda done, total: None,
+        progress: Callable[[int, int], object],
         *,
         for_page: bool = False,
     ) -> None:

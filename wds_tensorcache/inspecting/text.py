@@ -55,7 +55,7 @@ def escape_hidden(text: str, limit: int = 200) -> str:
     return _HIDDEN.sub(lambda match: match[0].encode("unicode_escape", "surrogatepass").decode("ascii"), cut_text)
 
 
-def page_text(value: Any, limit: int = 200) -> str:
+def page_text(value: Any, limit: int) -> str:
     """Return a value as text for the page. Strings have no quotes."""
     return escape_hidden(value if isinstance(value, str) else value_text(value, limit), limit)
 

@@ -79,9 +79,9 @@ class TarSamples:
     """The stage that `tarfile_to_samples` returns. Threads/fork/pickle: stateless; pickles if its functions do."""
 
     handler: Handler
-    select_files: Callable[[str], bool] | None = None
-    rename_files: Callable[[str], str] | None = None
-    max_expanded_nbytes: int = MAX_EXPANDED_NBYTES
+    select_files: Callable[[str], bool] | None
+    rename_files: Callable[[str], str] | None
+    max_expanded_nbytes: int
 
     def __call__(self, shards: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         for shard in shards:

@@ -21,11 +21,12 @@ import torch
 from wds_tensorcache.codec.carriers import arrow_carrier
 from wds_tensorcache.codec.dtypes import dtype_name
 from wds_tensorcache.codec.lazy import Lazy
-from wds_tensorcache.codec.reference import component, join_path
+from wds_tensorcache.codec.reference import component
 from wds_tensorcache.codec.sample import decode_sample, encode_sample
 from wds_tensorcache.codec.tree import flatten, map_leaves, walk
 from wds_tensorcache.errors import EncodeError, FormatError, InvalidKeyError, StaleCacheError, TensorCacheError
 from wds_tensorcache.ray.columns import PLAIN, is_in_arrow, value_kind, values_by_column
+from wds_tensorcache.reading.description import value_name
 from wds_tensorcache.reading.structure import value_at
 from wds_tensorcache.shards.names import hashed_key
 
@@ -148,11 +149,9 @@ def describe_sample(sample: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
 
     def note(path: tuple[Any, ...]) -> None:
         if path and all(type(step) in (str, int) for step in path):
-            value, name = value_at(sample, path), ""
-            for step in path:
-                name = join_path(name, component(step, 0))
+            value = value_at(sample, path)
             if not any(isinstance(part, Lazy) for part, _ in walk(value)):
-                values.setdefault(name, value)
+                values.setdefault(value_name(path), value)
 
     map_leaves(sample, lambda lazy: None, note)
     for name in (*tensors, *RESERVED):
@@ -241,7 +240,7 @@ def sample_of(row: Mapping[str, Any], mark: Mark | None, allow: Iterable[type] =
 
 
 def exact_columns(
-    keys: Sequence[str], samples: Iterable[Any], marks: Iterable[Mark], allow: Iterable[type] = ()
+    keys: Sequence[str], samples: Iterable[Any], marks: Iterable[Mark], allow: Iterable[type]
 ) -> dict[str, Any]:
     """Return the columns of exact rows, without the column of keys."""
     allow = tuple(allow)
@@ -275,7 +274,7 @@ def keys_of(columns: Mapping[str, Sequence[Any]], key: str) -> list[str]:
 
 
 def samples_of_block(
-    block: Any, key: str, has_fingerprint: bool, allow: Iterable[type] = ()
+    block: Any, key: str, has_fingerprint: bool, allow: Iterable[type]
 ) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield the key, the sample and the members of each row.
 

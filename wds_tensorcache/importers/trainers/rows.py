@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-import torch
-
-from wds_tensorcache.codec.dtypes import STORED
-from wds_tensorcache.codec.views import check_tensor, view_tensor
 from wds_tensorcache.errors import FormatError
-from wds_tensorcache.importers.safe_files import read_safetensors_header
+from wds_tensorcache.importers.safe_files import read_safetensors_header, view_stored
 from wds_tensorcache.importers.source import Loaded, SourceSample
 from wds_tensorcache.importers.source_folder import SourceFolder, view_open
 
@@ -53,9 +49,8 @@ def list_rows(
             for entry, stored in entries.items():
                 nbytes = (stored.end - stored.begin) // num_rows
                 begin = stored.begin + row * nbytes
-                dtype = getattr(torch, STORED[stored.dtype][1])
                 raw = view_open(file, begin, begin + nbytes)
-                sample[entry] = check_tensor(view_tensor(raw, dtype, stored.shape[1:]))
+                sample[entry] = view_stored(raw, stored.dtype, stored.shape[1:])
         return Loaded(sample)
 
     stem = name[: -len(".safetensors")]

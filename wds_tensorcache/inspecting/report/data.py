@@ -144,9 +144,7 @@ def file_limits(survey: Survey) -> Limits:
     )
 
 
-def make_cards(
-    survey: Survey, limits: Limits, progress: Callable[[int, int], object] = lambda done, total: None
-) -> list[dict[str, Any]]:
+def make_cards(survey: Survey, limits: Limits, progress: Callable[[int, int], object]) -> list[dict[str, Any]]:
     cards = []
     for card in map_samples(survey.cache, survey.indices, lambda index: make_card(survey, index, limits)):
         cards.append(card)

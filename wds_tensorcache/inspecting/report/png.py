@@ -51,11 +51,10 @@ def fit_png(planes: Array, colors: Colors, kind: str, max_side: int, max_nbytes:
         max_side = min(max(size) - 1, max(8, int(max(size) * share)))
 
 
-def encode_png(picture: Array, num_levels: int = 256) -> bytes:
+def encode_png(picture: Array, num_levels: int) -> bytes:
     """Encode a picture, gray `[H, W]` or colors `[H, W, 3]`, as a PNG file. Each color has `num_levels` levels."""
-    if num_levels < 256:
-        step = 255 / (num_levels - 1)
-        picture = np.rint(np.rint(picture / step) * step).astype(np.uint8)
+    step = 255 / (num_levels - 1)
+    picture = np.rint(np.rint(picture / step) * step).astype(np.uint8)
     height, width = picture.shape[:2]
     depth = 1 if picture.ndim == 2 else 3
     rows = np.ascontiguousarray(picture).reshape(height, width * depth)

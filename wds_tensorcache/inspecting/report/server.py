@@ -50,7 +50,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, survey: Survey, report: dict[str, Any], port: int = 0) -> None:
+    def __init__(self, survey: Survey, report: dict[str, Any], port: int) -> None:
         super().__init__((_HOST, port), _Handler)
         self.survey = survey
         self.card = Limits(4000, 1 + has_photos(survey), picture_side=128, picture_nbytes=30_000, num_tensors=0)
