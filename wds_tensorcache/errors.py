@@ -23,26 +23,6 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Literal, TypeVar
 
-__all__ = [
-    "BatchError",
-    "BuildError",
-    "EncodeError",
-    "FormatError",
-    "InvalidKeyError",
-    "Kind",
-    "MissingShardError",
-    "RemoteError",
-    "StaleCacheError",
-    "TarFormatError",
-    "TensorCacheError",
-    "UnsafeSkeletonError",
-    "add_note",
-    "format_count",
-    "list_names",
-    "plain",
-    "unknown_name",
-]
-
 _Error = TypeVar("_Error", bound="TensorCacheError")
 _Format = TypeVar("_Format", bound="FormatError")
 

@@ -44,10 +44,10 @@ def test_the_number_of_batches_ahead(server: HttpServer) -> None:
     seen = []
     for has_requested in [False] * 7 + [True] + [False] * 9:
         ahead.note(10_000, has_waited=False, has_requested=has_requested)
-        seen.append((ahead.count, ahead.is_local))
-    assert seen == [(32, False)] * 15 + [(2, True)] * 2
+        seen.append(ahead.count)
+    assert seen == [32] * 15 + [2] * 2
     ahead.note(10_000, has_waited=True, has_requested=True)
-    assert (ahead.count, ahead.is_local) == (4, False)
+    assert ahead.count == 4
     for _ in range(8):
         ahead.note(10_000, has_waited=False, has_requested=False)
     # more than what latency times rate asks for is not read ahead, however long training waits

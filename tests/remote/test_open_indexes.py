@@ -273,7 +273,7 @@ def test_a_bounded_folder(
     with tc.open(f"{url}?0", keep_indexes=kept):
         (first,) = kept.iterdir()
     limit = 20 * first.stat().st_size
-    monkeypatch.setattr("wds_tensorcache.shards.kept_indexes.KeptIndexes.__init__.__defaults__", (limit,))
+    monkeypatch.setattr("wds_tensorcache.shards.kept_indexes._MAX_NBYTES", limit)
     for i in range(1, 60):
         tc.open(f"{url}?{i}", keep_indexes=kept).close()
         tc.open(f"{url}?0", keep_indexes=kept).close()  # so it was used recently

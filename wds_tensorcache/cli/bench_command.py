@@ -80,7 +80,7 @@ def bench(
             problem = "since the dtypes or the lengths of their lists differ between samples"
             output.note(f"not in the batches, {problem}: {list_names(uneven)}")
             whole = whole.select([glob.escape(name) for name in whole.schema if name not in uneven])
-        used = whole[_choose(whole, min(max_nbytes, (memory_nbytes() or 1 << 62) // 4))]
+        used = whole[_choose(whole, min(max_nbytes, memory_nbytes() // 4))]
         extents = [_read_extent(used, index, uneven) for index in range(len(used))]
         sizes = np.array([nbytes for *_, nbytes in extents])
         if not sizes.any():

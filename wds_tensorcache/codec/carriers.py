@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.dtypes import STORED, TORCH_TRUE, dtype_name, numpy_true_dtype
+from wds_tensorcache.codec.dtypes import STORED, dtype_name, stored_form
 from wds_tensorcache.codec.views import SHARED, view_bytes, view_tensor
 
 Array = np.ndarray[Any, Any]
@@ -64,9 +64,7 @@ def arrow_carrier(dtype: torch.dtype | np.dtype[Any]) -> Carrier:
     Raises:
         ValueError: The format cannot store the dtype.
     """
-    true = TORCH_TRUE.get(dtype) if isinstance(dtype, torch.dtype) else numpy_true_dtype(dtype)
-    if true is None:
-        raise ValueError(f"the format cannot store {dtype}")
+    true = stored_form(dtype)
     if true.stored == "C64":
         return Carrier(dtype, np.dtype("f4"), (2,))
     return Carrier(dtype, np.dtype(STORED[true.stored][2] or f"u{true.itemsize}"), true.inner)

@@ -72,14 +72,19 @@ _TIME = re.compile(rf"(?:datetime|timedelta)64\[{TIME_UNIT}\]", re.ASCII)
 _TEXT = re.compile(r"([SU])([1-9]\d{0,8})", re.ASCII)
 
 
-def numpy_true_dtype(dtype: np.dtype) -> TrueDtype | None:
-    """Return the stored form of a numpy dtype of either byte order. None if the format cannot store it."""
-    little = dtype.newbyteorder("<")
-    native = _NUMPY_NATIVE.get(little)
-    if native is not None:
-        return native
-    name = f"{dtype.kind}{dtype.itemsize // (4 if dtype.kind == 'U' else 1)}" if dtype.kind in "SU" else little.name
-    return _numpy_view(name)
+def stored_form(dtype: torch.dtype | np.dtype) -> TrueDtype:
+    """Return the stored form of a dtype of torch, or of numpy in either byte order. Raise ValueError if it has none."""
+    if isinstance(dtype, torch.dtype):
+        true = TORCH_TRUE.get(dtype)
+    else:
+        little = dtype.newbyteorder("<")
+        true = _NUMPY_NATIVE.get(little)
+        if true is None:
+            length = dtype.itemsize // (4 if dtype.kind == "U" else 1)
+            true = _numpy_view(f"{dtype.kind}{length}" if dtype.kind in "SU" else little.name)
+    if true is None:
+        raise ValueError(f"the format cannot store {dtype}")
+    return true
 
 
 def _numpy_view(attribute: str) -> TrueDtype | None:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype, numpy_true_dtype
+from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype, stored_form
 from wds_tensorcache.codec.header import MAX_NDIM, is_possible
-from wds_tensorcache.codec.lazy import LazyTensor
 from wds_tensorcache.codec.views import NUMPY_NDIM, SHARED, check_array
 
 Array = np.ndarray[Any, Any]
@@ -34,17 +33,13 @@ class StorableTensor:
 def describe_tensor(value: Any) -> StorableTensor:
     """Return the stored form of a tensor, array or lazy tensor. Raise ValueError if it has none."""
     if isinstance(value, torch.Tensor):
-        kind, true, flat = "tensor", TORCH_TRUE.get(value.dtype), _bytes_of_tensor(value)
+        flat = _bytes_of_tensor(value)
     elif isinstance(value, np.ndarray):
-        kind, true, flat = "ndarray", numpy_true_dtype(value.dtype), _bytes_of_array(value)
+        flat = _bytes_of_array(value)
     else:
-        is_tensor = isinstance(value, LazyTensor)
-        kind = "tensor" if is_tensor else "ndarray"
-        true = TORCH_TRUE.get(value.dtype) if is_tensor else numpy_true_dtype(value.dtype)
         # Reading a memory map of a truncated file kills the process (SIGBUS), so `hold` copies the bytes of files.
         flat = np.ndarray(value.nbytes, np.uint8, value._source.hold(value._reference.begin, value._reference.end))
-    if true is None:
-        raise ValueError(f"the format cannot store {value.dtype}")
+    kind, true = "tensor" if isinstance(value.dtype, torch.dtype) else "ndarray", stored_form(value.dtype)
     shape = (*value.shape, *true.inner)
     if len(shape) > MAX_NDIM:
         raise ValueError(
@@ -88,15 +83,12 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
     if reason is not None:
         raise ValueError(reason)
     try:
-        is_contiguous = tensor.is_contiguous()
-        last = tensor.numel() - 1
-        if not is_contiguous:
-            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < end and tensor.numel():
             raise RuntimeError("its storage was freed or shortened")
         plain = tensor.detach() if tensor.requires_grad else tensor
-        if not plain.is_cpu or plain.is_conj() or plain.is_neg() or not is_contiguous:
+        if not plain.is_cpu or plain.is_conj() or plain.is_neg() or not plain.is_contiguous():
             plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
         if plain.dtype not in SHARED or plain.ndim > NUMPY_NDIM:
             line = plain.reshape(-1)
@@ -148,6 +140,8 @@ def _why_not_array(array: Array) -> str | None:
         return f"array subclass {type(array).__name__} cannot be stored; store np.asarray(x)"
     if array.dtype.names:
         return f"an array of {array.dtype} cannot be stored; store {{name: x[name] for name in x.dtype.names}}"
-    if numpy_true_dtype(array.dtype) is None:
+    try:
+        stored_form(array.dtype)
+    except ValueError:
         return f"an array of {array.dtype} cannot be stored; convert it with x.astype, or store x.tolist()"
     return None

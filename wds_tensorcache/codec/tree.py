@@ -253,8 +253,6 @@ def _project(value: Any, wanted: Callable[[str], bool], done: dict[int, Any], pr
 
 def empty_like(value: Any) -> Any:
     cls = type(value)
-    if cls is dict or cls is list:
-        return cls()
     if cls is defaultdict:
         return defaultdict(value.default_factory)
     return deque(maxlen=value.maxlen) if cls is deque else cls()

@@ -25,7 +25,7 @@ from wds_tensorcache.errors import InvalidKeyError, list_names
 from wds_tensorcache.reading.find_shards import shard_names
 from wds_tensorcache.shards.fingerprint import check_same
 from wds_tensorcache.shards.index import ShardIndex
-from wds_tensorcache.shards.manifest import MANIFEST, Manifest, ShardEntry, change_manifest
+from wds_tensorcache.shards.manifest import MANIFEST, FoundShard, Manifest, ShardEntry, change_manifest
 from wds_tensorcache.shards.names import dali_index_path, sidecar_path
 from wds_tensorcache.storage.folder import Folder, folder_of
 from wds_tensorcache.storage.locks import Flock, is_held
@@ -80,7 +80,7 @@ def _other_writes(folder: Folder, job: WriteJob) -> dict[str, bool]:
 
 def _load_shards(folder: Folder, names: Iterable[str]) -> Shards:
     paths = {folder.locate(name): name for name in names}
-    finished = load_finished(dict.fromkeys(paths, (None, None)))
+    finished = load_finished(map(FoundShard, paths))
     return {paths[path]: (finished.entry(path), index) for path, index in finished.indexes.items()}
 
 

@@ -30,7 +30,6 @@ class BatchesAhead:
     Attributes:
         count: Current number.
         most: Maximum of `count`.
-        is_local: True after eight batches in a row that needed no request; more than two threads then read no faster.
 
     Threads: only one thread may use an object.
     """
@@ -39,19 +38,18 @@ class BatchesAhead:
         if fixed is None and url is None:
             fixed = _LEAST
         self.count, self.most = (_FIRST, _MOST) if fixed is None else (fixed, fixed)
-        self.is_local = False
         self._num_local = 0
         self._url = None if fixed is not None else url
 
     def note(self, nbytes: int, *, has_waited: bool, has_requested: bool) -> None:
         """Adapt `count` to a received batch. Training may have waited for it, and it may have needed requests."""
-        self._num_local = 0 if has_requested else self._num_local + 1
-        self.is_local = self._num_local >= _NUM_LOCAL
         if self._url is None:
             return
         if not has_requested:
-            self.count = _LEAST if self.is_local else self.count
+            self._num_local += 1
+            self.count = _LEAST if self._num_local >= _NUM_LOCAL else self.count
             return
+        self._num_local = 0
         if has_waited and self.count < _MOST:
             pace = client_for(self._url).pace
             if self.count * nbytes < _REQUIRED * pace.latency_s * pace.total_rate:

@@ -72,7 +72,6 @@ def purpose_of(kind: str, names: Iterable[str]) -> str:
     return "|".join((kind, *(name.replace("\\", "\\\\").replace("|", "\\|") for name in names)))
 
 
-@lru_cache(maxsize=256)
 def salt(purpose: str) -> int:
     """Return a number in `[0, 2^63)` that makes draws for different purposes independent."""
     return xxhash.xxh3_64_intdigest(purpose.encode()) >> 1

@@ -73,11 +73,9 @@ class IndexBuilder:
             number = self._numbers_by_id.get((id(cache.layout), cache.references, cache.further))
             if number is None:
                 number = self._number(cache.layout, cache.references, cache.further)
-            table = self._caches.get(cache.name)
-            if table is None:
-                table = self._caches[cache.name] = array("Q")
             begins = position + cache.skeleton_begin, position + cache.tensors_begin
-            table.extend((row, begins[0], cache.skeleton_nbytes, begins[1], number, cache.digest or 0))
+            numbers = (row, begins[0], cache.skeleton_nbytes, begins[1], number, cache.digest or 0)
+            self._caches.setdefault(cache.name, array("Q")).extend(numbers)
         self._origins.append(origin)
         for suffix, begin, nbytes in members:
             self._members.setdefault(suffix, array("Q")).extend((row, position + begin, nbytes))

@@ -29,7 +29,7 @@ _VARIABLE = "TENSORCACHE_INDEXES"  # a folder, or `off`
 _MAX_NBYTES = 1 << 30
 _MAX_LINE_NBYTES = 1 << 16
 _SUFFIX = ".kept"
-_MIN_FILES = 8  # an index longer than `max_nbytes` divided by this number is not kept
+_MIN_FILES = 8  # an index longer than `_MAX_NBYTES` divided by this number is not kept
 _PRUNES_EVERY = 64  # about one of this many writes adds up the files
 
 
@@ -53,16 +53,12 @@ class KeptIndexes:
     """A folder of remote shards' indexes, shared by any number of processes.
 
     If the folder cannot be used, indexes are requested again. The first write, and some later ones, remove the least recently
-    used indexes if all together exceed `max_nbytes`.
+    used indexes if all together exceed 1 GiB.
     """
 
-    def __init__(self, folder: str, max_nbytes: int = _MAX_NBYTES) -> None:
+    def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.max_nbytes = max_nbytes
         self._is_written = False
-
-    def __reduce__(self) -> Any:
-        return KeptIndexes, (self.folder, self.max_nbytes)
 
     def _path(self, url: str) -> str:
         digest = hashlib.sha256(unsigned(url).encode("utf-8", "surrogateescape")).hexdigest()
@@ -78,7 +74,7 @@ class KeptIndexes:
         # a file that is damaged, or not of this package: fetch the index again
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             file = ShardFile(self._path(url))
-            if info.tag is None or file.nbytes > self.max_nbytes // _MIN_FILES:
+            if info.tag is None or file.nbytes > _MAX_NBYTES // _MIN_FILES:
                 return None
             content = file.read(0, file.nbytes)
             line = content[:_MAX_LINE_NBYTES].partition(b"\n")[0]
@@ -96,7 +92,7 @@ class KeptIndexes:
         index, whose bytes may differ from `footer`.
         """
         line = json.dumps(_head(url, info, digest)).encode("ascii") + b"\n"
-        is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > self.max_nbytes // _MIN_FILES
+        is_long = len(line) > _MAX_LINE_NBYTES or len(line) + len(footer) > _MAX_NBYTES // _MIN_FILES
         if info.tag is None or is_long:
             return
         with contextlib.suppress(OSError):
@@ -107,7 +103,7 @@ class KeptIndexes:
                 self._prune()
 
     def _prune(self) -> None:
-        """Remove the least recently used files if all together exceed `max_nbytes`."""
+        """Remove the least recently used files if all together exceed `_MAX_NBYTES`."""
         remove_temporary(self.folder, rf"[0-9a-f]{{40}}\{_SUFFIX}")
         kept = []
         with os.scandir(self.folder) as entries:
@@ -117,8 +113,8 @@ class KeptIndexes:
                         status = entry.stat(follow_symlinks=False)
                         kept.append((status.st_mtime_ns, status.st_size, entry.path))
         total = sum(nbytes for _, nbytes, _ in kept)
-        for _, nbytes, path in sorted(kept) if total > self.max_nbytes else ():
-            if total > self.max_nbytes - self.max_nbytes // 10:
+        for _, nbytes, path in sorted(kept) if total > _MAX_NBYTES else ():
+            if total > _MAX_NBYTES - _MAX_NBYTES // 10:
                 with contextlib.suppress(OSError):
                     os.remove(path)
                     total -= nbytes

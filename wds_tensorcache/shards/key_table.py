@@ -79,15 +79,12 @@ class Keys:
         column = column if rows is None else column[rows]
         return column if (column[1:] > column[:-1]).all() else None
 
-    def extents(self, rows: Array | None = None) -> tuple[Array, Array]:
-        """Return each key's offset in `text` and its length in bytes, int64."""
-        lengths = self.lengths()
-        begins = self.ends.astype(np.int64) - lengths
-        return (begins, lengths) if rows is None else (begins[rows], lengths[rows])
-
     def hashes(self, rows: Array | None = None) -> Array:
         """Return the `_hash` of each key, uint64. There must be at least one key."""
-        begins, lengths = self.extents(rows)
+        lengths = self.lengths()
+        begins = self.ends.astype(np.int64) - lengths
+        if rows is not None:
+            begins, lengths = begins[rows], lengths[rows]
         words, firsts = _words(self.text, begins, lengths)
         factors = _factors(int(lengths.max()) // _WORD_NBYTES + 2)
         places = np.arange(1, len(words) + 1) - np.repeat(firsts, lengths // _WORD_NBYTES + 1)

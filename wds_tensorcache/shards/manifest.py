@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +42,6 @@ class ShardEntry:
     num_samples: int  # including samples without a cache
     nbytes: int  # length of the whole file
     digest: str | None = None  # of the index, as `stored_digest` returns it
-
-    def is_listed(self, listed: ShardEntry | None) -> bool:
-        """Return whether `listed`, from a manifest, equals this entry except the digest."""
-        # old writers omit the digest
-        return listed is not None and replace(listed, digest=self.digest) == self
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,14 +125,10 @@ class Shard:
         shard._index = replace(self.index, caches=caches, layouts=scanned.layouts)
         return shard
 
-    def load(self, *, may_scan: bool = True) -> bool:
-        """Load the index. Return False if `may_scan` is False and a remote shard has no index; otherwise True."""
-        if not self.is_loaded:
-            index = self._index or self._read_index(may_scan)
-            if index is None:
-                return False
+    def load(self, *, may_scan: bool = True) -> None:
+        """Load the index. If `may_scan` is False, do nothing for a remote shard that has no index."""
+        if not self.is_loaded and (index := self._index or self._read_index(may_scan)) is not None:
             self._set_index(index)
-        return True
 
     def _set_index(self, index: ShardIndex) -> None:
         columns = _columns_in(index, self.name)

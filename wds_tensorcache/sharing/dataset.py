@@ -18,7 +18,7 @@ from wds_tensorcache.errors import TensorCacheError, unknown_name
 from wds_tensorcache.reading.batch.request import Request
 from wds_tensorcache.reading.cache import Cache
 from wds_tensorcache.reading.description import NUM_EXAMINED, Contents
-from wds_tensorcache.reading.positions import KeysView, numbers_of, spread
+from wds_tensorcache.reading.positions import KeysView, spread
 from wds_tensorcache.reading.schema import (
     Entry,
     Tensor,
@@ -132,7 +132,6 @@ class SharedDataset(Cache[Any]):
         """Open or create the shared memory with the options in `_options`."""
         self.name, self._fingerprint = name, fingerprint
         options, count = self._options, len(dataset)
-        self._is_lazy = options["lazy"]
         folder = open_folder(base_folder(options["directory"]), name, fingerprint, options["persistent"])
         pool = Pool()
         try:
@@ -141,7 +140,7 @@ class SharedDataset(Cache[Any]):
         except BaseException:
             folder.leave()
             raise
-        self._net = weakref.finalize(self._samples, folder.leave)
+        weakref.finalize(self._samples, folder.leave)
         self._store = Store((), Files(), pool, min(4, num_cores()), {})
         self._narrow(np.arange(count), ())
 
@@ -277,7 +276,7 @@ class SharedDataset(Cache[Any]):
     def _request(self, indices: Any, *, collate: Any = None) -> Request:
         if isinstance(indices, Request):
             return indices.in_view(self._store, self._structures)
-        numbers = self._indices[numbers_of(indices, len(self), self._find)].tolist()
+        numbers = self._indices[self._numbers(indices)].tolist()
         return Request(self._store, rows_of(self._samples, numbers), self._structures, ())
 
     def _sample(self, number: int) -> Any:
@@ -286,7 +285,7 @@ class SharedDataset(Cache[Any]):
     def _finish(self, sample: Any) -> Any:
         """Return a sample with the selected tensors, loaded unless samples are lazy."""
         selected = sample if self._wanted is None else project(sample, self._wanted)
-        return selected if self._is_lazy else realize(selected)
+        return selected if self._options["lazy"] else realize(selected)
 
     def _position(self, key: str) -> int | None:
         if not key.isascii() or not key.isdecimal() or len(key) > 18 or str(int(key)) != key:
@@ -360,6 +359,4 @@ def _shapes_in(tensors: Mapping[str, Any]) -> Iterator[Tensor]:
 
 
 # the attributes that `_open` and `_narrow` make in each process
-_OPENED = frozenset(
-    {"_samples", "_net", "_store", "_wanted", "_optional", "_structures", "_read_batch", "_first_positions"}
-)
+_OPENED = frozenset({"_samples", "_store", "_wanted", "_optional", "_structures", "_read_batch", "_first_positions"})

@@ -38,7 +38,7 @@ _CAN_MAP = sys.platform == "linux" and sys.maxsize > 1 << 32 and bool(_NOWAIT)
 # Bounds on the maps of a process. A system allows 65,530 by default. The kernel keeps 8 bytes for each page of 4 KiB that was
 # touched, so with the second bound at most a 128th of memory.
 _MAX_MAPS = 1 << 14
-_MAX_MAPPED_NBYTES = 4 * (memory_nbytes() or 1 << 34)
+_MAX_MAPPED_NBYTES = 4 * memory_nbytes()
 
 
 if _CAN_MAP:

@@ -104,11 +104,8 @@ class Weights:
         if state is None:
             return
         try:
-            caches = (
-                None
-                if self.caches is None
-                else _as_weights(_unpack(state["caches"], len(self._names)), len(self._names))
-            )
+            count = len(self._names)
+            caches = None if self.caches is None else _as_weights(_unpack(state["caches"], count), count)
             samples = {
                 source: self._sample_weights(source, _unpack(state["samples"][str(source)], len(weights.values)))
                 for source, weights in self.samples.items()

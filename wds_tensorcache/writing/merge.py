@@ -128,7 +128,7 @@ def merge(
 
 def _load(source: CachePaths, prefix: str, files: Files) -> list[OldShard]:
     shards = find_shards(source, local_for="merged or resharded", copies=True).shards
-    indexes = load_finished({shard.path: (shard, shard.fingerprint) for shard in shards}, files).indexes
+    indexes = load_finished(shards, files).indexes
     return [OldShard(shard.path, indexes[shard.path], files, prefix) for shard in shards]
 
 

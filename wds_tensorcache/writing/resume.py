@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -93,24 +93,23 @@ class FinishedShards:
         return entry_of(path, index)
 
 
-def load_finished(
-    shards: Mapping[str, tuple[FoundShard | None, Mapping[str, Any] | None]], files: Files | None = None
-) -> FinishedShards:
-    """Load the indexes of finished shards, by path or url.
+def load_finished(shards: Iterable[FoundShard], files: Files | None = None) -> FinishedShards:
+    """Load the indexes of finished shards.
 
-    Raises FormatError if a shard is damaged, or differs from its entry. `shards` contains the manifest's entry of each shard,
-    and a fingerprint for a shard whose index has none.
+    Raises FormatError if a shard is damaged, or differs from its entry. An index without a fingerprint gets that of the
+    `FoundShard`.
     """
     files, indexes = files or Files(), dict[str, ShardIndex]()
-    remote = _load_remote(list(filter(is_url, shards)), files)
-    for path, (listed, fingerprint) in shards.items():
+    by_path = {shard.path: shard for shard in shards}
+    remote = _load_remote(list(filter(is_url, by_path)), files)
+    for path, shard in by_path.items():
         if (index := remote.get(path)) is None:
             with contextlib.suppress(OSError):  # `load_whole` reports it
                 files.expect(path)
             index = load_whole(path)
-        if listed is not None and listed.entry is not None:
-            check_listed(path, listed.entry, listed.manifest, num_samples=len(index.keys), digest=index.digest)
-        indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=fingerprint)
+        if shard.entry is not None:
+            check_listed(path, shard.entry, shard.manifest, num_samples=len(index.keys), digest=index.digest)
+        indexes[path] = index if index.fingerprint is not None else replace(index, fingerprint=shard.fingerprint)
     return FinishedShards(indexes, files)
 
 
@@ -146,7 +145,9 @@ def take_over(
     `load_finished` and `check_same` for errors.
     """
     listed = Manifest() if manifest is None else manifest
-    finished = load_finished({folder.locate(name): (None, listed.fingerprints.get(name)) for name in shards})
+    finished = load_finished(
+        FoundShard(folder.locate(name), fingerprint=listed.fingerprints.get(name)) for name in shards
+    )
     present, unlisted = set(names), list[tuple[ShardEntry, ShardIndex]]()
     for name, (path, index) in zip(shards, finished.indexes.items(), strict=True):
         try:
@@ -156,7 +157,8 @@ def take_over(
         entry, before = finished.entry(path), listed.entries.get(name)
         if before is not None and before.nbytes == entry.nbytes:  # an entry with another length is only stale
             check_listed(path, before, folder.locate(MANIFEST), digest=index.digest)
-        is_listed = manifest is None or entry.is_listed(before)
+        # old writers omit the digest
+        is_listed = manifest is None or (before is not None and replace(before, digest=entry.digest) == entry)
         if not is_listed:
             unlisted.append((entry, index))
         # an `.idx` of an unlisted shard may be stale
@@ -192,7 +194,7 @@ def list_new(pattern: ShardPattern, finished: FinishedShards, options: Mapping[s
 
     def load_unless(is_known: Callable[[str], bool]) -> FinishedShards:
         names = (name for name in pattern.build_shards(folder.names()) if not is_known(name))
-        return load_finished({folder.locate(name): (None, None) for name in names})
+        return load_finished(FoundShard(folder.locate(name)) for name in names)
 
     new = load_unless(lambda name: folder.locate(name) in finished.indexes)
     while options.get("manifest", True) and (unlisted := load_unless(Manifest.of(folder).entries.__contains__)).indexes:

@@ -10,12 +10,13 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from itertools import count
 
 from xxhash import xxh3_64_hexdigest
 
 from wds_tensorcache.reading.find_shards import find_shards
 from wds_tensorcache.shards.dali_index import check_replaceable
-from wds_tensorcache.shards.manifest import Manifest
+from wds_tensorcache.shards.manifest import FoundShard, Manifest
 from wds_tensorcache.shards.names import dali_index_path, safe_key, sidecar_path
 from wds_tensorcache.storage.folder import folder_of
 from wds_tensorcache.storage.locks import find_writer
@@ -89,11 +90,11 @@ class OldCache:
         shards = find_shards(self.folder, copies=True).shards
         if not os.path.isdir(self.folder):
             raise ValueError(f"{self.folder!r} is not a folder; expected the folder of a cache")
-        self.shards = load_finished({shard.path: (shard, shard.fingerprint) for shard in shards})
+        self.shards = load_finished(shards)
         self.urls = {path: os.path.relpath(path, self.folder).replace(os.sep, "/") for path in self.shards.indexes}
 
     def next_urls(self, name: str | None) -> Iterator[str]:
-        """Yield urls for new shards, numbered after the old shards.
+        """Return urls for new shards, numbered after the old shards.
 
         `name` is the pattern of their names; by default, they are named like the last old shard.
         """
@@ -104,9 +105,7 @@ class OldCache:
         pattern = ShardPattern(os.path.join(folder, name or DEFAULT_NAME))
         names = [os.path.basename(url) for url in self.urls.values() if os.path.dirname(url) == folder]
         number = max((number for number in map(pattern.number, names) if number is not None), default=-1)
-        while True:
-            number += 1
-            yield pattern.path(number)
+        return map(pattern.path, count(number + 1))
 
 
 def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
@@ -135,8 +134,8 @@ def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:
             failed = {failure.key for failure in failures.new.values()}
             changes = {place: None if key in failed else key for place, key in changes.items()}
             with closing(WriterLock(pattern)):  # from here on, no rank may add samples
-                paths = [path for _, path in pattern.shards_by_age()]
-                computed = load_finished(dict.fromkeys(paths, (None, fingerprint)), old.shards.files)
+                stored = [FoundShard(path, fingerprint=fingerprint) for _, path in pattern.shards_by_age()]
+                computed = load_finished(stored, old.shards.files)
                 others = {failures.name: failures.content()} if failures.new else None
                 _write_version(out, old, changes, keys - failed, computed, name, options.get("fsync", True), others)
                 shutil.rmtree(folder, ignore_errors=True)

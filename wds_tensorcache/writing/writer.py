@@ -62,8 +62,7 @@ _ZEROS = bytes(BLOCK)
 
 def check_limits(max_samples: Any, max_nbytes: Any) -> None:
     """Check the limits of shards; raise TypeError or ValueError."""
-    limits: dict[str, Any] = {"max_samples": max_samples, "max_nbytes": max_nbytes}
-    for name, value in limits.items():
+    for name, value in (("max_samples", max_samples), ("max_nbytes", max_nbytes)):
         if not isinstance(value, Real):  # infinity is allowed
             raise TypeError(f"{name}={value!r:.100}, expected a number")
         if not float(value) >= 1:

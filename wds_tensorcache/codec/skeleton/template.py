@@ -29,11 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype, numpy_true_dtype
+from wds_tensorcache.codec.dtypes import TORCH_TRUE, TrueDtype, stored_form
 from wds_tensorcache.codec.header import Layout, keep_bounded, plan_member
 from wds_tensorcache.codec.lazy import LazyArray, LazyTensor
 from wds_tensorcache.codec.skeleton.opcodes import *
-from wds_tensorcache.codec.skeleton.opcodes import ATOM_WRITERS, CODE
 from wds_tensorcache.codec.skeleton.types import BUILDERS, LISTED
 from wds_tensorcache.codec.skeleton.writer import SkeletonWriter
 from wds_tensorcache.codec.storable import PLAIN, StorableTensor, describe_tensor, view_plain
@@ -275,9 +274,8 @@ class _MarkingWriter(SkeletonWriter):
         super()._save_value(value, cls, write)
 
     def _describe(self, value: Any) -> StorableTensor:
-        is_tensor = isinstance(value, (torch.Tensor, LazyTensor))
-        true: Any = TORCH_TRUE[value.dtype] if is_tensor else numpy_true_dtype(value.dtype)
-        return StorableTensor("tensor" if is_tensor else "ndarray", true, (), b"")
+        kind = "tensor" if isinstance(value.dtype, torch.dtype) else "ndarray"
+        return StorableTensor(kind, stored_form(value.dtype), (), b"")
 
     def first_mark(self, mark: int) -> int:
         """Return the first mark of an equal value, or `mark` itself."""
@@ -334,7 +332,7 @@ def learn(sample: Any, body: bytes) -> Template | None:
         writer.save(sample)
         if writer.body() != body:
             return None
-    except (ValueError, KeyError):
+    except ValueError:
         return None  # a tensor that cannot be stored: another thread has changed the sample
     values: dict[int, int] = {}  # mark of a value -> position of its first occurrence; for an argument, of its call
     spans: list[tuple[int, int, _Build]] = []  # `Template.calls`, the first one of the body first

@@ -86,7 +86,6 @@ class BlockFile(ShardFile):
         self._descriptor = Descriptor(fd)
         self.nbytes = nbytes
         self._map_at = (_num_blocks(nbytes) + 1) * BLOCK
-        self._nbytes_in_all = self._map_at + _num_blocks(nbytes)
         # Blocks that are known to be present.
         self._present = bytearray(_num_blocks(nbytes))
         # `find_absent(0, first, last)` returns the first of these blocks that is not known to be present, or -1.
@@ -100,7 +99,7 @@ class BlockFile(ShardFile):
         If it returns True, all bytes that were read from present blocks before this call are valid.
         """
         status = os.fstat(self.fd)
-        is_whole = status.st_nlink > 0 and status.st_size == self._nbytes_in_all
+        is_whole = status.st_nlink > 0 and status.st_size == self._map_at + len(self._present)
         return is_whole and status.st_mode == self.status.st_mode
 
     def check_unchanged(self) -> None:

@@ -151,7 +151,7 @@ class NodeCache:
 
 def _end(extent: Range) -> int:
     _, begin, buffers = extent
-    return begin + (len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers)))
+    return begin + sum(map(len, buffers))
 
 
 def _read_present(ranges: Sequence[Range], local: Mapping[RemoteFile, BlockFile | None]) -> list[Range]:

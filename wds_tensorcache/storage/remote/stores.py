@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from wds_tensorcache.storage.remote.pace import Pace
@@ -208,9 +209,8 @@ class StoreClient:
     def _body(self, result: Any, head_s: float, nbytes: int) -> memoryview:
         begun, content = self.pace.begin(head_s), memoryview(b"")
         try:
-            content = memoryview(result.bytes())
-        except Exception:  # obstore has many errors for a lost connection, whose texts may have signed urls
-            content = memoryview(b"")
+            with suppress(Exception):  # obstore has many errors for a lost connection, whose texts may have signed urls
+                content = memoryview(result.bytes())
         finally:
             self.pace.end(begun, len(content))
         if len(content) != nbytes:
