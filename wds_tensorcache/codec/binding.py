@@ -79,7 +79,8 @@ def parse_preamble(skeleton: bytes | memoryview) -> Preamble:
     is_whole = len(skeleton) > PREAMBLE_NBYTES and skeleton[PREAMBLE_NBYTES - 1] == POP
     if is_whole and skeleton[: len(_PREAMBLE_BEGIN)] == _PREAMBLE_BEGIN:
         version, nbytes, tensors, body = _FIELDS.unpack_from(skeleton, len(_PREAMBLE_BEGIN))
-        check_version(version)
+        if version != FORMAT_VERSION:
+            check_version(version)
         return PREAMBLE_NBYTES, nbytes, tensors, body
     if skeleton[4 : 4 + len(MAGIC)] == MAGIC:
         check_version(int.from_bytes(skeleton[4 + len(MAGIC) : 6 + len(MAGIC)], "little"))

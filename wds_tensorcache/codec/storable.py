@@ -83,12 +83,15 @@ def _bytes_of_tensor(tensor: torch.Tensor) -> Array:
     if reason is not None:
         raise ValueError(reason)
     try:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        is_contiguous = tensor.is_contiguous()
+        last = tensor.numel() - 1
+        if not is_contiguous:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         end = (tensor.storage_offset() + last + 1) * tensor.element_size()
         if tensor.untyped_storage().nbytes() < end and tensor.numel():
             raise RuntimeError("its storage was freed or shortened")
         plain = tensor.detach() if tensor.requires_grad else tensor
-        if not plain.is_cpu or plain.is_conj() or plain.is_neg() or not plain.is_contiguous():
+        if not plain.is_cpu or plain.is_conj() or plain.is_neg() or not is_contiguous:
             plain = plain.resolve_conj().resolve_neg().cpu().contiguous()
         if plain.dtype not in SHARED or plain.ndim > NUMPY_NDIM:
             line = plain.reshape(-1)
