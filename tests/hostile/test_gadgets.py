@@ -105,19 +105,6 @@ def test_no_gadget_by_no_opcode(gadget: str) -> None:
                     assert isinstance(caught.value, tc.UnsafeSkeletonError), how
 
 
-@pytest.mark.parametrize("code", [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"], ids=["EXT1", "EXT2", "EXT4"])
-def test_extensions(code: bytes) -> None:
-    import copyreg
-
-    copyreg.add_extension(HERE, "sentinel", 1)
-    try:
-        for body in (code, code + b")R", b"](" + code + b")Re", code + b")\x81"):
-            with pytest.raises(tc.UnsafeSkeletonError, match="opcode EXT"):
-                tc.decode_sample(b"\x80\x04" + body + b".", NO_TENSORS, allow=[Allowed])
-    finally:
-        copyreg.remove_extension(HERE, "sentinel", 1)
-
-
 @pytest.mark.parametrize("suffix", ["pyd", "pkl", "pickle", "pth", "a.pyd", "x.y.pkl", "PKL", "skel.pyd"])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_other_members(tmp_path: Path, suffix: str, zipped: bool) -> None:

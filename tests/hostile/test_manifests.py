@@ -15,7 +15,6 @@ import wds_tensorcache as tc
 from tests.cli.command import run_any
 from tests.hostile.pickles import little_memory
 from tests.reading.batches import write as write_samples
-from tests.remote.servers.http_server import HttpServer
 
 OUTSIDE = (
     r"manifest\.json: lists .*p-000000\.tar', which is outside the manifest's folder; .*pass its own path to tc\.open"
@@ -79,11 +78,6 @@ def test_commands_do_not_copy_it(downloaded: Path, tmp_path: Path, command: str)
     assert "is outside the manifest's folder" in result.stdout + result.stderr
     copied = [name for path in tmp_path.glob("out/*.tar") for name in tc.open(path).keys()]  # noqa: SIM118
     assert copied == (["d0", "d1", "d2"] if command == "repair" else [])
-
-
-def test_over_http(downloaded: Path) -> None:
-    with HttpServer(downloaded.parent) as server, pytest.raises(tc.FormatError, match=r"outside the manifest's folder"):
-        tc.open(f"{server.url}/downloaded")
 
 
 def test_links_and_folders_inside(tmp_path: Path) -> None:

@@ -145,18 +145,6 @@ def test_places_in_dicts(tmp_path: Path) -> None:
         assert batch["new"]["deep"]["x"].tolist() == [-2, -3]
 
 
-def test_places_in_dicts_with_ints_as_keys(tmp_path: Path) -> None:
-    layers = {3: {"a": torch.zeros(2), "b": torch.ones(2), "n": 7}, 5: {"n": 8}}
-    sample = {"layers": layers, "names": {layer: f"layer {layer}" for layer in (1, 3, 5)}}
-    with tc.open(write(tmp_path / "c", [sample])) as cache:
-        batch = cache.read_batch([0], choose={"layers.3.act": ["layers.3.a", "layers.3.b"]})
-        assert list(batch["layers"]) == [3, 5]
-        assert batch["layers"][3]["act"].tolist() == [[0, 0]]
-        assert batch["layers"][3]["n"] == [7]
-        with pytest.raises(tc.BatchError, match="another value at this place"):
-            cache.read_batch([0], choose={"names.3": ["names.1", "names.5"]})
-
-
 def test_a_chosen_key_has_the_type_of_the_other_keys(tmp_path: Path) -> None:
     samples = [
         {

@@ -57,13 +57,6 @@ def test_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check("train-000002.tar", range(10, 12))
 
 
-def test_a_folder_without_a_manifest(folder: Path) -> None:
-    os.remove(folder / "manifest.json")
-    (folder / "notes.txt").write_text("")
-    (folder / ".train-000009.tar").write_text("not finished")
-    check(folder)
-
-
 def test_nothing_there(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "empty").mkdir()
     manifest = tmp_path / "none.json"

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
 
 import wds_tensorcache as tc
 from tests.children import run_in_child, switching_often
@@ -112,17 +111,6 @@ def test_a_pickled_view_of_shards_that_are_written_again(tmp_path: Path, name: s
         assert int(cache[0]["x"][0]) == cache[0]["i"] == 100
 
 
-def test_data_loader(cache: tc.TensorCache) -> None:
-    check(cache, list(range(COUNT)))
-    options: dict[str, Any] = {"batch_size": 6, "num_workers": 1}
-    read = [sample for batch in DataLoader(cache, collate_fn=list, **options) for sample in batch]  # type: ignore[arg-type]
-    assert isinstance(read[0]["big"], tc.LazyTensor)
-    for expected, sample in zip(WRITTEN, read, strict=True):
-        assert_same(expected, sample)
-    for number, batch in enumerate(DataLoader(cache, **options)):  # type: ignore[arg-type]
-        assert_same(default_collate(WRITTEN[6 * number : 6 * number + 6]), batch)
-
-
 @contextlib.contextmanager
 def threads(work: Callable[[int], None], count: int = 1) -> Iterator[None]:
     """Call `work` again and again, each thread with its number, until the block ends."""
@@ -153,21 +141,6 @@ def test_fork_while_threads_read(cache: tc.TensorCache) -> None:
     with threads(read, 3):
         for _ in range(3):
             assert run_in_child(lambda: check(cache, list(range(COUNT))), kill_after_s=20) == 0
-
-
-def test_fork_while_a_thread_looks_up_the_first_key(tmp_path: Path) -> None:
-    """Long keys that do not ascend: the first look-up takes most of the time."""
-    keys = [f"{i * 7919 % 10_000:06d}" * 13 for i in range(10_000)]
-    path = write(tmp_path / "a.tar", {key: {"i": i} for i, key in enumerate(keys)})
-
-    def find(_: int = 0) -> None:
-        with tc.open(path) as cache:
-            assert cache[keys[7]]["i"] == 7
-
-    find()  # imports modules, whose locks Python does not release in a child
-    with threads(find):
-        for _ in range(2):
-            assert run_in_child(find, kill_after_s=60) == 0
 
 
 def test_fork_while_a_thread_collects_names_of_joined_caches(tmp_path: Path) -> None:

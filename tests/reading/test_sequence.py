@@ -131,13 +131,6 @@ def test_samples_of_a_view_have_the_same_keys(tmp_path: Path) -> None:
         assert list(tc.join({"c": cache.select("x")})[1]["c"]) == ["x", "a"]
 
 
-def test_select_of_names_that_look_like_patterns(tmp_path: Path) -> None:
-    sample = {name: torch.tensor(i) for i, name in enumerate(["a[0]", "a0", "a*", "ab"])}
-    with tc.open(write(tmp_path, [sample])) as cache:
-        assert list(cache.select(["a[[]0]", "a[*]"])[0]) == ["a[0]", "a*"]
-        assert list(cache.select(["a[[]0]", "a[*]"]).select(["a*"])[0]) == ["a[0]", "a*"]
-
-
 def test_filter_reads_no_tensors(tmp_path: Path) -> None:
     samples = [{"x": torch.ones(i, 4, dtype=torch.bool), "n": torch.zeros(3, dtype=torch.complex128)} for i in range(9)]
     folder = write(tmp_path, samples, max_samples=4)

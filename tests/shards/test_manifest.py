@@ -20,8 +20,6 @@ from tests.shards.damage import change_manifest
 from tests.shards.tars import build
 from wds_tensorcache.writing.index_shard import index_folder
 
-INSTALL_WIDS = "needs wids, which webdataset 0.2.86 has and 1.0 has not"
-
 
 def write(folder: Path, name: str = "%d.tar", count: int = 4, **options: Any) -> Path:
     """Write two samples into each shard; return the path of the manifest."""
@@ -107,14 +105,6 @@ def test_any_bytes_of_a_manifest_may_change(written: tuple[Path, bytes], data: s
     assert [sample["x"] for sample in samples] == list(map(int, keys))
     document = json.loads(content)
     assert len(keys) == sum(shard["nsamples"] for shard in document["shardlist"])
-
-
-def test_wids_reads_it(tmp_path: Path) -> None:
-    wids = pytest.importorskip("wids", reason=INSTALL_WIDS)
-    path = write(tmp_path / "written")
-    (tmp_path / "cache").mkdir()
-    dataset = wids.ShardListDataset(str(path), cache_dir=str(tmp_path / "cache"), transformations=[], keep=True)
-    assert [dataset[i][".txt"].read() for i in range(len(dataset))] == [f"photo {i}".encode() for i in range(4)]
 
 
 @pytest.mark.parametrize("fsync", [True, False])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -151,42 +150,6 @@ def test_a_shard_that_is_cut_short_under_an_open_cache(tmp_path: Path) -> None:
 def test_one_limit_for_all_caches(shards150: Path) -> None:
     """A quarter of the limit; a cache that is opened with another number changes it for all."""
     assert under_limit(128, USE, shards150) == ["32", "32", "16", "16"]
-
-
-CACHES = """
-    import sys, random
-    import torch
-    import wds_tensorcache as tc
-
-    folders = sys.argv[1:]
-    caches = [tc.open(folder) for folder in folders]
-    joined = tc.join({str(i): cache for i, cache in enumerate(caches)})
-    order = random.Random(0).sample(range(600), 600)
-    for at in range(0, 600, 200):
-        batch = joined.read_batch(order[at : at + 200])
-        assert all(batch[str(i)]["x"][:, 0].tolist() == order[at : at + 200] for i in range(4))
-    mixed = tc.Loader(mix={str(i): cache for i, cache in enumerate(caches)}, batch_size=100, shuffle=True, seed=0)
-    steps = iter(mixed)
-    for _ in range(8):
-        next(steps)["x"]
-    for batch in tc.Loader(caches[0], batch_size=100, shuffle=True, seed=0):
-        pass
-    for cache in caches[1:]:
-        found = [int(i) for batch in tc.Loader(cache, batch_size=100) for i in batch["x"][:, 0]]
-        assert found == list(range(600))
-    print("read")
-"""
-
-
-@linux
-@pytest.mark.long
-def test_four_caches_of_300_shards(tmp_path: Path) -> None:
-    """Joined, mixed, and one trained while three are validated."""
-    folders = [tmp_path / str(i) for i in range(4)]
-    many_shards(folders[0], 300)
-    for folder in folders[1:]:
-        shutil.copytree(folders[0], folder)
-    assert under_limit(1024, CACHES, *folders) == ["read"]
 
 
 @linux

@@ -71,14 +71,3 @@ def test_snapshots(cache: Any) -> None:
         if number in (3, 7):
             again = begun({"cache": cache, "batch_size": 3}, 0, loader.state_dict())
             assert sorted(seen + [key for _, info in again for key in info.keys]) == sorted(cache.keys())
-
-
-def test_an_earlier_epoch_discards_a_loaded_state(cache: Any) -> None:
-    options = {"cache": cache}
-    loader = begun(options, 0)
-    whole = infos(loader)
-    next(iter(loader))
-    again = begun(options, 0, loader.state_dict())
-    again.sampler.set_epoch(0)
-    with pytest.warns(UserWarning, match=r"set_epoch\(0\) discards the loaded state, which resumes in epoch 1"):
-        assert [(epoch, keys) for epoch, _, keys in infos(again)] == [(epoch, keys) for epoch, _, keys in whole]

@@ -422,12 +422,6 @@ def test_a_folder_of_other_shards(tmp_path: Path) -> None:
         build(Numbers(), tmp_path / "a-%d.tar")
 
 
-def test_samples_without_a_digest_have_changed(tmp_path: Path) -> None:
-    build(Numbers(), tmp_path / "x").close()
-    with pytest.raises(tc.StaleCacheError, match="23 of 23 items have changed"):
-        build(Numbers(), tmp_path / "x", digest=digest)
-
-
 def test_an_item_that_fails_where_the_shard_does_too(tmp_path: Path) -> None:
     """The item's error is raised, and says what was lost."""
 

@@ -53,14 +53,6 @@ def test_what_is_written_behind_a_shard(tmp_path: Path, lost: str) -> None:
     compare(tmp_path / "x", tmp_path / "whole")
 
 
-def test_a_shard_that_the_manifest_does_not_have(tmp_path: Path) -> None:
-    write(tmp_path / "whole", count=10)
-    write(tmp_path / "x", count=5)
-    os.link(tmp_path / "whole" / "001.tar", tmp_path / "x" / "001.tar")
-    assert write(tmp_path / "x", count=10, resume=True) == []
-    compare(tmp_path / "x", tmp_path / "whole")
-
-
 # a writer that was killed after it had named a shard has not listed it
 @pytest.mark.filterwarnings("ignore:.*manifest.json does not list 1 of the shards:UserWarning")
 @pytest.mark.long

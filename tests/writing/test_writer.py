@@ -47,14 +47,6 @@ def assert_complete(folder: Path) -> list[str]:
     return keys
 
 
-def test_by_samples(tmp_path: Path) -> None:
-    write(tmp_path / "new" / "train-%04d.tar", count=7, max_samples=3)
-    assert listed(tmp_path / "new") == {"train-0000.tar": 3, "train-0001.tar": 3, "train-0002.tar": 1}
-    kinds = [f"train-{i:04d}.{kind}" for i in range(3) for kind in ("idx", "tar")]
-    assert names(tmp_path / "new") == ["manifest.json", *kinds]
-    assert assert_complete(tmp_path / "new") == [f"{i:03d}" for i in range(7)]
-
-
 def test_several_threads(tmp_path: Path) -> None:
     with switching_often(), tc.ShardWriter(tmp_path, fsync=False, max_samples=3) as sink, ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda i: sink.write(f"{i:03d}", diffusion_sample(i)), range(100)))
