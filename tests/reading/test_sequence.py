@@ -60,7 +60,7 @@ def test_indices_that_are_not_there(cache: tc.TensorCache, wrong: Any, error: ty
             ask(wrong)
 
 
-@pytest.mark.parametrize("index", [1.0, None, b"000", (1,), np.array([[1, 2]]), [1.5], slice("a", "b")])
+@pytest.mark.parametrize("index", [1.0, None, True, b"000", (1,), np.array([[1, 2]]), [1.5], slice("a", "b")])
 def test_not_an_index(cache: tc.TensorCache, index: Any) -> None:
     with pytest.raises(TypeError):
         cache[index]

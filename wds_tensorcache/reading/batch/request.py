@@ -113,7 +113,8 @@ class Structures:
             return 0
         wanted = self.wanted or (lambda name: True)
         counts = [(sum(map(wanted, layout.named)), len(layout.named)) for layout in layouts.items]
-        has_most = np.array([count == max(counts) for count in counts])
+        most = max(counts)
+        has_most = np.array([count == most for count in counts])
         return int(has_most[layouts.which].argmax())
 
     def structure_for(self, layouts: Layouts, fixed: tuple[str, ...] = ()) -> Structure:
