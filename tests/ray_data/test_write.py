@@ -355,7 +355,7 @@ def test_several_writes_at_once(every_kind_cache: Path, tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(tc.ray.write_ray, dataset.map(wait), out)
-        while not list(out.glob(".ray-*.writing")):
+        while not (out / "manifest.json").exists():  # from then on, the first one has looked for others
             assert not first.done()
             time.sleep(0.01)
         for options in ({}, {"overwrite": True}):
