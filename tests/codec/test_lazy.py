@@ -327,6 +327,7 @@ def test_torch_load_takes_what_torch_save_wrote(protocol: int, zipped: bool, wei
     file = save(lazy, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
     loaded = torch.load(file, weights_only=weights_only)
     assert loaded.pop("again") is loaded["half"]
+    assert {type(loaded[name]) for name in SAMPLE if name != "plain"} == {torch.Tensor}
     assert_same(SAMPLE, loaded)
 
 

@@ -60,7 +60,9 @@ def test_indices_that_are_not_there(cache: tc.TensorCache, wrong: Any, error: ty
             ask(wrong)
 
 
-@pytest.mark.parametrize("index", [1.0, None, True, b"000", (1,), np.array([[1, 2]]), [1.5], slice("a", "b")])
+@pytest.mark.parametrize(
+    "index", [1.0, None, True, torch.tensor(True), b"000", (1,), np.array([[1, 2]]), [1.5], slice("a", "b")]
+)
 def test_not_an_index(cache: tc.TensorCache, index: Any) -> None:
     with pytest.raises(TypeError):
         cache[index]
@@ -129,6 +131,13 @@ def test_samples_of_a_view_have_the_same_keys(tmp_path: Path) -> None:
             assert [int(sample.pop("x")) for sample in read] == [0, 1, 2] * 2
             assert read == [{"a": [{"n": None}]}] * 6
         assert list(tc.join({"c": cache.select("x")})[1]["c"]) == ["x", "a"]
+
+
+def test_select_of_names_that_look_like_patterns(tmp_path: Path) -> None:
+    sample = {name: torch.tensor(i) for i, name in enumerate(["a[0]", "a0", "a*", "ab"])}
+    with tc.open(write(tmp_path, [sample])) as cache:
+        assert list(cache.select(["a[[]0]", "a[*]"])[0]) == ["a[0]", "a*"]
+        assert list(cache.select(["a[[]0]", "a[*]"]).select(["a*"])[0]) == ["a[0]", "a*"]
 
 
 def test_filter_reads_no_tensors(tmp_path: Path) -> None:

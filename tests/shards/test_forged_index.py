@@ -13,6 +13,7 @@ import torch
 import wds_tensorcache as tc
 from tests.cli.command import run
 from tests.reading.batches import write as write_samples
+from tests.shards import damage
 from tests.shards.footers import U8, U64, Change, end_of, forge, forge_names, put, rename, replace
 
 
@@ -83,6 +84,18 @@ def test_impossible_arrays_and_names_are_refused_at_once(tmp_path: Path, kind: s
     forge(path, change)
     with pytest.raises(tc.FormatError, match=f"x.tar: .*({message})"):
         tc.open(path)
+
+
+def test_repair_believes_no_index_that_swaps_keys(tmp_path: Path) -> None:
+    path = damage.write(tmp_path / "a", 4, dali_index=False, manifest=False)
+    forge(path, replace(keys__text=np.frombuffer(b"000002001003", U8)))
+    places = damage.members(path)
+    for name in ("001.skel.pyd", "001.safetensors"):
+        damage.flip(path, places[name][0] - 300)
+    tc.repair(path, tmp_path / "out")
+    with tc.open(tmp_path / "out") as cache:
+        prompts = {key: value["prompt"] for key, value in zip(cache.keys(), cache, strict=True)}
+    assert prompts == {key: f"photo {int(key)}" for key in ("000", "002", "003")}
 
 
 def test_arrays_of_any_width_are_read(tmp_path: Path) -> None:

@@ -16,7 +16,12 @@ def test_a_forked_child_does_not_release_a_lock_of_its_parent(tmp_path: Path) ->
     path.touch()
     locks, other = RangeLocks(str(path)), RangeLocks(str(path))
     locks.lock(5)
-    assert run_in_child(lambda: locks.unlock(5)) == 0
+
+    def unlock() -> None:
+        assert locks.fd == -1
+        locks.unlock(5)
+
+    assert run_in_child(unlock) == 0
     assert not other.lock(5)
     locks.close()
     assert other.lock(5)

@@ -348,6 +348,7 @@ def test_batches_stay_the_same_ones(tmp_path: Path, whole: Path, kind: Any, fail
         with pytest.raises(error):
             build(kind(), tmp_path / "x", broken_at(fails_at, error))
         assert len(tc.open(tmp_path / "x")) == int(fails_at[1:]) // 4 * 4
+        assert not [name for name in os.listdir(tmp_path / "x") if name.startswith(".")]
     with tc.open(whole) as expected, build(kind(), tmp_path / "x", grouped) as cache:
         assert list(cache.keys()) == list(expected.keys())
         for one, other in zip(expected, cache, strict=True):

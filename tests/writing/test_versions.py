@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import wds_tensorcache as tc
 from tests.kills import compare, is_killed, stop_at
@@ -380,6 +381,16 @@ def test_names_of_new_shards(tmp_path: Path) -> None:
     shards = [f"sub/train-000{i}.{kind}" for i in range(3) for kind in ("tar", "idx")]
     assert sorted(contents_of(tmp_path / "3")) == sorted(["manifest.json", *shards])
     check(tmp_path / "3", numbered(k001=9), list(numbered(8)))
+
+
+def test_a_folder_whose_name_cannot_be_in_a_pattern(tmp_path: Path) -> None:
+    """`drop` needs no names of new shards."""
+    write(tmp_path / "old" / "half", [torch.tensor(i) for i in range(3)])
+    (tmp_path / "old" / "half").rename(tmp_path / "old" / "50%")
+    manifest = (tmp_path / "old" / "50%" / "manifest.json").read_text()
+    (tmp_path / "old" / "manifest.json").write_text(manifest.replace("000.tar", "50%/000.tar"))
+    tc.drop(tmp_path / "old", tmp_path / "new", ["001"])
+    assert list(tc.open(tmp_path / "new").keys()) == ["000", "002"]
 
 
 def test_numbers_of_many_digits(tmp_path: Path) -> None:

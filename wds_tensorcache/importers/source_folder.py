@@ -146,9 +146,10 @@ class SourceFolder:
         with naming(name), io.FileIO(self.locate(name)) as file:
             yield file
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return the bytes `[begin, end)` of a listed file; by default, all. Raise FormatError if the file is shorter."""
-        return bytes(self.view(name, begin, end))
+    def read(self, name: str) -> bytes:
+        """Return the content of a listed file."""
+        with self.open(name) as file:
+            return file.readall()
 
     def read_text(self, name: str) -> str:
         """Return the stripped text of a file. Raise FormatError if it is not UTF-8."""
@@ -160,6 +161,10 @@ class SourceFolder:
     def read_json(self, name: str, names_nan: bool = False) -> Any:
         """Return the JSON in a listed file, or raise ValueError. With `names_nan`, NaN and infinities become texts."""
         return json.loads(self.read_text(name), parse_constant=str if names_nan else None)
+
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
+        """Return the bytes `[begin, end)` of a listed file. Raise FormatError if the file is shorter."""
+        return bytes(self.view(name, begin, end))
 
     def view(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Open a listed file, and return its bytes `[begin, end)`; see `view_open`."""

@@ -55,7 +55,7 @@ class FoundShard:
     same_as: str | None = None  # the url of an earlier entry for the same file, which is an error
     error: FormatError | OSError | None = None  # the reason why a listed shard cannot be read
     caches: Mapping[str, int] | None = None  # in the manifest: numbers of samples by name of the cache
-    fingerprint: Mapping[str, Any] | None = None  # in the manifest
+    fingerprint: Mapping[str, Any] | None = None  # in the manifest, or of a build
 
 
 def read_manifest(path: str) -> tuple[list[ShardEntry], dict[str, Any]]:

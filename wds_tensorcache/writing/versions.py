@@ -94,7 +94,7 @@ class OldCache:
         self.urls = {path: os.path.relpath(path, self.folder).replace(os.sep, "/") for path in self.shards.indexes}
 
     def next_urls(self, name: str | None) -> Iterator[str]:
-        """Return urls for new shards, numbered after the old shards.
+        """Yield urls for new shards, numbered after the old shards.
 
         `name` is the pattern of their names; by default, they are named like the last old shard.
         """
@@ -105,7 +105,7 @@ class OldCache:
         pattern = ShardPattern(os.path.join(folder, name or DEFAULT_NAME))
         names = [os.path.basename(url) for url in self.urls.values() if os.path.dirname(url) == folder]
         number = max((number for number in map(pattern.number, names) if number is not None), default=-1)
-        return map(pattern.path, count(number + 1))
+        yield from map(pattern.path, count(number + 1))
 
 
 def build_version(job: Job, out: str, old: OldCache, name: str | None) -> bool:

@@ -65,13 +65,12 @@ def _open(folder: SourceFolder) -> Source:
             problem = "cannot be expanded: it declares more bytes than there is memory"
             raise FormatError(f"shard {file!r:.200} {problem}") from exc
 
-    def read_expanded(file: str, codec: str, begin: int, end: int) -> bytes:
-        return expand(file, codec)[begin:end]
-
     def open_index(index: str, start: str) -> Iterator[Row]:
         shards = [(shard, _check(folder, start, shard)) for shard in folder.read_json(index)["shards"]]
         # the index of an outer folder may list shards of inner folders
         shards = [(shard, file) for shard, file in shards if file not in listed]
+        if not shards:
+            return
         listed.update(file for _, file in shards)
         streaming = import_library("streaming.base.format.mds", _PACKAGE)
         for shard, file in shards:
@@ -79,9 +78,9 @@ def _open(folder: SourceFolder) -> Source:
             encodings = ["bytes" if name in _MEDIA or name in _LISTS else name for name in shard["column_encodings"]]
             reader = streaming.MDSReader.from_json(folder.path, None, {**shard, "column_encodings": encodings})
             if file == start + shard["raw_data"]["basename"]:
-                read = partial(folder.read, file)
+                read = partial(folder.read_range, file)
             else:
-                read = partial(read_expanded, file, shard["compression"])
+                read = partial(_slice, partial(expand, file, shard["compression"]))
             for row in range(reader.samples):
                 yield file, partial(_read, read, reader, row, shard["column_encodings"])
 
@@ -103,6 +102,10 @@ def _check(folder: SourceFolder, start: str, shard: Any) -> str:
         if file in folder:
             return file
     raise FormatError(f"shard {files[-1]!r:.200} is missing")
+
+
+def _slice(expand: Callable[[], bytes], begin: int, end: int) -> bytes:
+    return expand()[begin:end]
 
 
 def _read(read: Callable[[int, int], bytes], reader: Any, row: int, encodings: list[str]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class _Item(NamedTuple):
 
     def load(self, folder: SourceFolder) -> dict[str, Any]:
         with naming(self.where):
-            value = parse_torch(folder.read(*self), folder.trust)
+            value = parse_torch(folder.read_range(*self), folder.trust)
             if not isinstance(value, dict):
                 raise FormatError(f"contains {type(value).__name__}, expected a dict")
             return value
@@ -80,7 +80,7 @@ class _Item(NamedTuple):
         """Return the item's `image_spec`, or None if it cannot be read."""
         for end in sorted({min(self.begin + _PEEK_NBYTES, self.end), self.end}):
             with suppress(FormatError):
-                value = peek_pth(folder.read(self.file, self.begin, end))
+                value = peek_pth(folder.read_range(self.file, self.begin, end))
                 spec = value.get("image_spec") if isinstance(value, dict) else None
                 is_spec = isinstance(spec, (list, tuple)) and all(isinstance(part, (str, type(None))) for part in spec)
                 return tuple(spec) if is_spec and spec else None
@@ -255,7 +255,7 @@ def _find_items(folder: SourceFolder, file: str, extents: list[tuple[int, int]])
             raise FormatError(f"{file}: the item of {nbytes:,} bytes at byte {begin:,} does not start at byte {end:,}")
         end = begin + nbytes
         items.append(_Item(file, begin, end))
-    folder.read(file, end, end)  # raises FormatError if the file is shorter
+    folder.read_range(file, end, end)  # raises FormatError if the file is shorter
     return items
 
 
