@@ -111,7 +111,7 @@ class Cache(Sequence[_Sample], Dataset[_Sample]):
                 return self._sample(self._find(index))
             if isinstance(index, list) or getattr(index, "ndim", 0) == 1:
                 return self._take(self._numbers(index))
-            is_bool = isinstance(index, bool) or getattr(index, "dtype", None) == torch.bool
+            is_bool = isinstance(index, bool) or getattr(index, "dtype", None) is torch.bool
             if is_bool or not hasattr(index, "__index__"):
                 raise TypeError(f"expected the index or the key of a sample, got {index!r:.100}")
             index = operator.index(index)

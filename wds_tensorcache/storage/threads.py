@@ -87,8 +87,8 @@ def run_in_order(
 ) -> Generator[_Result, None, None]:
     """Yield `run(job)` for each job, in order.
 
-    With an executor, up to two later jobs per thread are submitted ahead, and the caller calls `meanwhile` ten times a second
-    while it waits for a job.
+    With an executor, the caller submits up to two later jobs per thread. While it waits for a job, it calls `meanwhile` ten
+    times a second.
     """
     waiting: deque[Future[_Result]] = deque()
     try:
